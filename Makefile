@@ -1,0 +1,51 @@
+# `make demo` and `make test` do all the set-up they need. `make help` lists the rest.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+MODEL := dinov2-small
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check fmt bench clean model data
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "vlmembed needs Python 3.11 or newer; run make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+model: $(READY)
+	$(BIN)/vlmembed models --get $(MODEL)
+
+demo: model  ## set up, embed the sample pictures, show the result
+	$(BIN)/vlmembed encode sample_data/images out/demo.parquet --max-error-rate 0.5
+	$(BIN)/vlmembed inspect out/demo.parquet
+
+# The labelled pictures behind the accuracy test: a Debian package, unpacked here, never committed.
+STAMPS := .data/tuxpaint-stamps
+data: $(STAMPS)
+$(STAMPS):
+	sh tests/fetch_stamps.sh $@
+
+test: model data  ## set up, run the tests
+	VLMEMBED_STAMPS=$(STAMPS) $(BIN)/python -m pytest
+
+check: $(READY)  ## lint, types and import contracts; changes nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+fmt: $(READY)  ## format and fix what can be fixed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: model  ## run the benchmarks; results go to pipelines/benchmarks/results
+	$(BIN)/python pipelines/benchmarks/packing.py
+	$(BIN)/python pipelines/benchmarks/end_to_end.py
+
+clean:  ## remove everything that was built, installed or downloaded here
+	rm -rf $(VENV) .data out build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info

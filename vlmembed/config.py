@@ -1,0 +1,138 @@
+"""`EncodeConfig`: every setting of a run, its default and its check."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import tomli_w
+
+from vlmembed.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Self
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "dtype": ("auto", "bf16", "fp16", "fp32"),
+    "pool": ("auto", "cls", "mean"),
+    "resize": ("auto", "native", "official"),
+    "dedup": ("bytes", "pixels", "none"),
+    "on_error": ("skip", "fail"),
+}
+"""The values that a field of words can take."""
+
+DEFAULT_MAX_SOURCE_PIXELS = 178_956_970
+"""Where Pillow itself stops calling a picture plausible; as RGB it fills 0.5 GB."""
+
+_AT_LEAST_ONE = ("min_pixels", "max_pixels", "max_source_pixels", "max_tokens_per_batch", "workers", "rows_per_part")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodeConfig:
+    """Settings of one run. None, or ``"auto"``, is decided once when the run is set up and recorded in its output.
+
+    Attributes:
+        inputs: folders, picture files, globs, Parquet files.
+        output: the Parquet file to write.
+        model: a built-in name, a local folder, or a Hugging Face id; `revision` is of the latter.
+        device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
+        dtype: of the layers; ``"auto"`` is bf16 where the processor multiplies it in hardware, else fp32.
+        pool: how an image's tokens become one vector.
+        normalize: scale every embedding to length 1.
+        resize: ``"native"`` keeps the aspect ratio, ``"official"`` is the model's own image processor.
+        min_pixels, max_pixels: area that a picture is resized into by ``"native"``, in pixels.
+        max_source_pixels: a larger picture fails before it is decoded, in pixels.
+        max_tokens_per_batch: budget of a pack, in tokens.
+        workers: decoding threads.
+        image_column, id_column, keep_columns: of Parquet inputs.
+        recursive: descend into subfolders.
+        limit: read only the first rows.
+        dedup: hash the encoded ``"bytes"`` or the decoded ``"pixels"``.
+        on_error: ``"fail"`` ends the run at the first failed row.
+        max_error_rate: share of failed rows, 0 to 1, above which the command exits with 3.
+        overwrite: replace an existing output and drop the parts of an unfinished run.
+        rows_per_part: input rows that are committed together.
+    """
+
+    inputs: tuple[str, ...]
+    output: str
+    model: str = "dinov2-small"
+    revision: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    pool: str = "auto"
+    normalize: bool = True
+    resize: str = "auto"
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    max_source_pixels: int = DEFAULT_MAX_SOURCE_PIXELS
+    max_tokens_per_batch: int | None = None
+    workers: int | None = None
+    image_column: str | None = None
+    id_column: str | None = None
+    keep_columns: tuple[str, ...] = ()
+    recursive: bool = True
+    limit: int | None = None
+    dedup: str = "bytes"
+    on_error: str = "skip"
+    max_error_rate: float = 0.01
+    overwrite: bool = False
+    rows_per_part: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.inputs:
+            msg = "no input given: name at least one folder, picture or Parquet file"
+            raise ConfigError(msg)
+        for name, allowed in CHOICES.items():
+            if (value := getattr(self, name)) not in allowed:
+                msg = f"{name} is {value!r}; it can be {', '.join(allowed)}"
+                raise ConfigError(msg)
+        for name in _AT_LEAST_ONE:
+            if (value := getattr(self, name)) is not None and value < 1:
+                msg = f"{name} is {value}; it must be 1 or more"
+                raise ConfigError(msg)
+        if self.limit is not None and self.limit < 1:
+            msg = f"limit is {self.limit}; it must be 1 or more (leave it out for no limit)"
+            raise ConfigError(msg)
+        if not 0 <= self.max_error_rate <= 1:
+            msg = f"max_error_rate is {self.max_error_rate}; it is a share, 0 to 1"
+            raise ConfigError(msg)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Build a config from plain values; lists become tuples.
+
+        Raises:
+            ConfigError: an unknown key.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        if unknown := sorted(set(values) - known):
+            msg = f"unknown setting {unknown[0]!r}; known are {', '.join(sorted(known))}"
+            raise ConfigError(msg)
+        settings: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
+        return cls(**settings)
+
+    @classmethod
+    def from_toml(cls, text: str) -> Self:
+        """Read what `to_toml` wrote.
+
+        Raises:
+            ConfigError: not TOML, or an unknown key.
+        """
+        try:
+            return cls.from_dict(tomllib.loads(text))
+        except tomllib.TOMLDecodeError as error:
+            msg = f"not valid TOML: {error}"
+            raise ConfigError(msg) from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, without the fields that are None."""
+        values = dataclasses.asdict(self)
+        return {key: list(v) if isinstance(v, tuple) else v for key, v in values.items() if v is not None}
+
+    def to_toml(self) -> str:
+        """The config as a recipe: one ``key = value`` a line."""
+        return tomli_w.dumps(self.to_dict())

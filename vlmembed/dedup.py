@@ -1,0 +1,86 @@
+"""Finds, for every row, the first row with the same content.
+
+The hash is SHA-256, whole: 256 bits, never cut. The index lives on disk, so memory does not grow with the rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+from typing import TYPE_CHECKING
+
+from vlmembed.errors import ImageError
+from vlmembed.types import Failure, ImageRef, UniqueImage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+    from typing import Self
+
+    from vlmembed.types import EncodedImage
+
+
+class HashIndex:
+    """On-disk map from a content hash to the first row that showed it.
+
+    It is a scratch file: a resumed run builds it again from the committed parts, so nothing is synchronised to disk.
+    Used by one thread at a time.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+        self._path = path
+        self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        self._database.execute("PRAGMA journal_mode = OFF")
+        self._database.execute("PRAGMA synchronous = OFF")
+        self._database.execute("CREATE TABLE seen (hash BLOB PRIMARY KEY, first_row INTEGER) WITHOUT ROWID")
+        self._database.execute("BEGIN")
+
+    def first_row(self, content_hash: bytes, row: int) -> int:
+        """The first row with this hash; `row` itself, which is then remembered, where there was none."""
+        cursor = self._database.execute("INSERT OR IGNORE INTO seen VALUES (?, ?)", (content_hash, row))
+        if cursor.rowcount:
+            return row
+        found = self._database.execute("SELECT first_row FROM seen WHERE hash = ?", (content_hash,)).fetchone()
+        return int(found[0])
+
+    def close(self) -> None:
+        """Drop the scratch file."""
+        self._database.close()
+        self._path.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def ref_of(image: EncodedImage, content_hash: bytes | None, index: HashIndex | None) -> ImageRef:
+    """The writer's view of a row. Without a hash or an index the row stands for itself."""
+    first_row = image.row
+    if content_hash is not None and index is not None:
+        first_row = index.first_row(content_hash, image.row)
+    return ImageRef(
+        row=image.row,
+        key=image.key,
+        content_hash=content_hash,
+        first_row=first_row,
+        columns=image.columns,
+    )
+
+
+def dedup(
+    images: Iterable[EncodedImage], index: HashIndex | None
+) -> Iterator[tuple[ImageRef, UniqueImage | Failure | None]]:
+    """Pair every row's `ImageRef` with what is left to do for it.
+
+    That is a `UniqueImage` to decode, a `Failure` where its bytes could not be read, or None for a duplicate. Without
+    an index every readable row is unique; its hash is taken all the same.
+    """
+    for image in images:
+        if isinstance(image.content, ImageError):
+            yield ref_of(image, None, None), Failure.from_error(image.row, "read", image.content)
+            continue
+        ref = ref_of(image, hashlib.sha256(image.content).digest(), index)
+        yield ref, UniqueImage(row=image.row, content=image.content) if ref.first_row == ref.row else None

@@ -1,0 +1,61 @@
+"""Tells pictures from other files, by their first bytes and by their names.
+
+Pillow's own per-plugin tests are made to choose among decoders: several accept plain text. So the signatures that
+nothing else shares are listed here.
+"""
+
+from __future__ import annotations
+
+from PIL import Image
+
+SNIFF_BYTES = 32
+"""How many leading bytes `sniff_format` needs."""
+
+_SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
+    (0, b"\xff\xd8\xff", "JPEG"),
+    (0, b"\x89PNG\r\n\x1a\n", "PNG"),
+    (0, b"GIF87a", "GIF"),
+    (0, b"GIF89a", "GIF"),
+    (8, b"WEBP", "WEBP"),
+    (0, b"II*\x00", "TIFF"),
+    (0, b"MM\x00*", "TIFF"),
+    (0, b"II+\x00", "TIFF"),
+    (0, b"MM\x00+", "TIFF"),
+    (0, b"\x00\x00\x00\x0cjP  \r\n\x87\n", "JPEG2000"),
+    (0, b"\xffO\xffQ", "JPEG2000"),
+    (4, b"ftypavif", "AVIF"),
+    (4, b"ftypavis", "AVIF"),
+    (4, b"ftypheic", "HEIF"),
+    (4, b"ftypheix", "HEIF"),
+    (4, b"ftypmif1", "HEIF"),
+    (4, b"ftypmsf1", "HEIF"),
+    (0, b"8BPS\x00\x01", "PSD"),
+    (0, b"DDS ", "DDS"),
+    (0, b"qoif", "QOI"),
+    (0, b"icns", "ICNS"),
+)
+
+_EXTENSIONS_WITHOUT_PIXELS = frozenset(
+    {".bufr", ".emf", ".eps", ".fit", ".fits", ".grib", ".h5", ".hdf", ".mpeg", ".mpg", ".pdf", ".ps", ".wmf"}
+)
+_EXTENSIONS_BESIDE_PILLOWS = frozenset({".avif", ".heic", ".heif", ".jfif", ".jxl", ".webp"})
+
+
+def sniff_format(head: bytes) -> str | None:
+    """Name of the picture format that `head` (the first `SNIFF_BYTES` of a file) begins, or None.
+
+    Only formats with a signature that text and other data do not share are told.
+    """
+    for offset, signature, name in _SIGNATURES:
+        if head.startswith(signature, offset):
+            return name
+    if head.startswith(b"BM") and head[6:10] == b"\0\0\0\0":
+        return "BMP"
+    return None
+
+
+def picture_extensions() -> frozenset[str]:
+    """File extensions, lower case with the dot, that promise a picture."""
+    Image.init()
+    openable = {extension for extension, name in Image.EXTENSION.items() if name in Image.OPEN}
+    return frozenset(openable - _EXTENSIONS_WITHOUT_PIXELS | _EXTENSIONS_BESIDE_PILLOWS)

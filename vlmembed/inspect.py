@@ -1,0 +1,108 @@
+"""Reads an output back: what is in it, where it came from, and which rows are nearest to each other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from vlmembed.errors import InputError
+from vlmembed.parts import OutputPaths
+from vlmembed.schema import read_provenance
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from vlmembed.types import Float32Array
+
+MAX_COMPARED_ROWS = 4096
+"""Rows compared pair by pair: the comparison grows with the square."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """Two different pictures and the cosine of their embeddings."""
+
+    first: str
+    second: str
+    cosine: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inspection:
+    """Facts of an output file.
+
+    Attributes:
+        num_rows: with an embedding, duplicates included. width: values per embedding.
+        num_duplicates: rows whose `duplicate_of` is set.
+        codes: failed rows by code, from the errors file beside it; None where that file is not there.
+        provenance: as recorded.
+        num_compared: distinct rows among which `nearest` was looked for.
+        nearest: the pairs with the highest cosine, best first.
+    """
+
+    path: Path
+    num_rows: int
+    width: int
+    num_duplicates: int
+    codes: dict[str, int] | None
+    provenance: dict[str, Any]
+    num_compared: int
+    nearest: list[Pair]
+
+
+def inspect(path: Path, *, num_pairs: int = 3) -> Inspection:
+    """Read the facts of an output file.
+
+    Raises:
+        InputError: it cannot be read as Parquet, or was not written by vlmembed.
+    """
+    try:
+        file = pq.ParquetFile(path)
+    except (OSError, pa.ArrowException) as error:
+        msg = f"{path} cannot be read as Parquet: {error}"
+        raise InputError(msg) from error
+    with file:
+        provenance = read_provenance(file.schema_arrow, str(path))
+        num_duplicates = 0
+        ids: list[str] = []
+        embeddings: list[Float32Array] = []
+        for batch in file.iter_batches(columns=["id", "embedding", "duplicate_of"], batch_size=MAX_COMPARED_ROWS):
+            distinct = batch.filter(batch["duplicate_of"].is_null())
+            num_duplicates += batch.num_rows - distinct.num_rows
+            distinct = distinct.slice(0, MAX_COMPARED_ROWS - len(ids))
+            ids += distinct["id"].to_pylist()
+            embeddings.append(distinct["embedding"].flatten().to_numpy().reshape(len(distinct), -1))
+        width = file.schema_arrow.field("embedding").type.list_size
+        num_rows = file.metadata.num_rows
+    vectors = np.concatenate(embeddings) if embeddings else np.empty((0, width), np.float32)
+    return Inspection(
+        path=path,
+        num_rows=num_rows,
+        width=width,
+        num_duplicates=num_duplicates,
+        codes=_codes(OutputPaths(output=path).errors),
+        provenance=provenance,
+        num_compared=len(ids),
+        nearest=nearest_pairs(ids, vectors, num_pairs),
+    )
+
+
+def _codes(errors: Path) -> dict[str, int] | None:
+    if not errors.exists():
+        return None
+    return dict(Counter(pq.read_table(errors, columns=["code"])["code"].to_pylist()).most_common())
+
+
+def nearest_pairs(ids: list[str], vectors: Float32Array, num_pairs: int) -> list[Pair]:
+    """The `num_pairs` pairs of rows of `vectors` (N, D) with the highest cosine, best first."""
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    unit = vectors / np.maximum(lengths, np.finfo(np.float32).tiny)
+    first, second = np.triu_indices(len(ids), k=1)
+    cosines = (unit @ unit.T)[first, second]
+    best = np.argsort(-cosines, kind="stable")[:num_pairs]
+    return [Pair(first=ids[first[at]], second=ids[second[at]], cosine=float(cosines[at])) for at in best]

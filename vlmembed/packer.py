@@ -1,0 +1,120 @@
+"""Groups images of any size into packs of at most a budget of tokens."""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vlmembed.errors import ConfigError
+from vlmembed.layout import attention_metadata
+from vlmembed.types import PackedBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from vlmembed.layout import TowerLayout
+    from vlmembed.types import PatchedImage
+
+LOOKAHEAD_PACKS = 4
+"""Tokens held back before a pack is chosen, in budgets. More delays the first pack and gains nothing that
+``pipelines/benchmarks/packing.py`` could measure, even where lengths span two orders of magnitude."""
+
+
+@dataclass(slots=True)
+class PackingStats:
+    """What the packer did: `efficiency` is tokens over packs x budget."""
+
+    max_tokens_per_batch: int
+    num_packs: int = 0
+    num_images: int = 0
+    num_tokens: int = 0
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the packs' room that tokens fill, 0 to 1; 0 before the first pack."""
+        return self.num_tokens / (self.num_packs * self.max_tokens_per_batch) if self.num_packs else 0.0
+
+
+@dataclass(slots=True)
+class _Lookahead:
+    """Images waiting for a pack, by length, and the order in which they came."""
+
+    by_length: list[tuple[int, int]] = field(default_factory=list)  # (tokens, sequence number), sorted
+    images: dict[int, PatchedImage] = field(default_factory=dict)  # sequence number -> image, oldest first
+    num_tokens: int = 0
+    next_number: int = 0
+
+    def add(self, image: PatchedImage, tokens: int) -> None:
+        insort(self.by_length, (tokens, self.next_number))
+        self.images[self.next_number] = image
+        self.next_number += 1
+        self.num_tokens += tokens
+
+    def _take(self, position: int) -> tuple[int, PatchedImage]:
+        tokens, number = self.by_length.pop(position)
+        self.num_tokens -= tokens
+        return tokens, self.images.pop(number)
+
+    def take_pack(self, budget: int, layout: TowerLayout) -> list[PatchedImage]:
+        """Take the oldest image, so that none waits for ever, then always the longest one that still fits."""
+        oldest = next(iter(self.images))
+        tokens = layout.num_tokens(self.images[oldest].grid_hw)
+        tokens, image = self._take(bisect_right(self.by_length, (tokens, oldest)) - 1)
+        chosen, room = [(tokens, image)], budget - tokens
+        while position := bisect_right(self.by_length, (room, self.next_number)):
+            tokens, image = self._take(position - 1)
+            chosen.append((tokens, image))
+            room -= tokens
+        chosen.sort(key=lambda pair: (pair[0], pair[1].row))  # equal lengths stand together: one attention call
+        return [image for _, image in chosen]
+
+
+def make_batch(images: Sequence[PatchedImage], layout: TowerLayout) -> PackedBatch:
+    """Concatenate the patches of `images` and attach the metadata of the pack."""
+    grids = [image.grid_hw for image in images]
+    return PackedBatch(
+        rows=np.array([image.row for image in images], dtype=np.int64),
+        grid_hw=np.array(grids, dtype=np.int32),
+        size_hw=np.array([image.size_hw for image in images], dtype=np.int32),
+        patches=np.concatenate([image.patches for image in images]),
+        metadata=attention_metadata(grids, layout),
+    )
+
+
+def pack(images: Iterable[PatchedImage | None], layout: TowerLayout, stats: PackingStats) -> Iterator[PackedBatch]:
+    """Yield packs of at most ``stats.max_tokens_per_batch`` tokens; an image is never split.
+
+    None in the stream asks for everything held back: the pipeline sends it at each part boundary, so that a part's
+    packs depend on that part's rows alone.
+
+    Raises:
+        ConfigError: an image has more tokens than the budget.
+    """
+    budget = stats.max_tokens_per_batch
+    lookahead = _Lookahead()
+    for image in images:
+        if image is None:
+            yield from _drain(lookahead, layout, stats, until=0)
+            continue
+        tokens = layout.num_tokens(image.grid_hw)
+        if tokens > budget:
+            msg = (
+                f"the image in row {image.row} has {tokens} tokens and max_tokens_per_batch is {budget}: "
+                f"raise --max-tokens-per-batch to {tokens} or more, or lower --max-pixels"
+            )
+            raise ConfigError(msg)
+        lookahead.add(image, tokens)
+        yield from _drain(lookahead, layout, stats, until=LOOKAHEAD_PACKS * budget)
+    yield from _drain(lookahead, layout, stats, until=0)
+
+
+def _drain(lookahead: _Lookahead, layout: TowerLayout, stats: PackingStats, *, until: int) -> Iterator[PackedBatch]:
+    while lookahead.num_tokens > until:
+        batch = make_batch(lookahead.take_pack(stats.max_tokens_per_batch, layout), layout)
+        stats.num_packs += 1
+        stats.num_images += len(batch.rows)
+        stats.num_tokens += batch.num_tokens
+        yield batch

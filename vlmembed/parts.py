@@ -1,0 +1,338 @@
+"""The committed parts of a run, and the single file they become.
+
+``OUTPUT.partial/`` holds ``manifest.json`` (whose run this is), one pair of Parquet files per part, and
+``parts.jsonl``, a line per committed part. A part exists once its line does: its files are written beside,
+synchronised and renamed first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from filelock import FileLock, Timeout
+
+from vlmembed.errors import AccountingError, FailureCode, OutputError
+from vlmembed.schema import ERRORS_SCHEMA, HASH_BYTES, with_provenance
+from vlmembed.types import Failure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from pathlib import Path
+
+    from vlmembed.types import Float32Array, Int64Array
+
+PART_GROUP_ROWS = 1024
+"""Rows per row group inside a part: what a late duplicate's look-up must read."""
+
+MAX_GROUP_ROWS = 10_000
+MAX_GROUP_BYTES = 64 * 2**20
+"""Bounds of the output's row groups, so that readers can seek."""
+
+_ROW = pa.field("row", pa.int64(), nullable=False)
+_PART_ERRORS_SCHEMA = pa.schema([_ROW, pa.field("content_hash", pa.binary(HASH_BYTES)), *ERRORS_SCHEMA])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputPaths:
+    """Where a run writes: the file, the errors beside it, and the parts until it is done."""
+
+    output: Path
+
+    def __post_init__(self) -> None:
+        if self.output.suffix != ".parquet":
+            msg = f"output {str(self.output)!r} does not end in .parquet: name a file like out.parquet"
+            raise OutputError(msg)
+        if self.output.is_dir():
+            msg = f"output {str(self.output)!r} is a folder: name a file that does not exist"
+            raise OutputError(msg)
+
+    @property
+    def errors(self) -> Path:
+        """The rows that failed."""
+        return self.output.with_suffix(".errors.parquet")
+
+    @property
+    def partial(self) -> Path:
+        """The folder of parts."""
+        return self.output.with_name(self.output.name + ".partial")
+
+    def all(self) -> tuple[Path, Path, Path]:
+        """Every path that the run may create."""
+        return self.output, self.errors, self.partial
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartRecord:
+    """One line of ``parts.jsonl``: rows [`first_row`, `first_row` + `num_rows`) and what became of them."""
+
+    number: int
+    first_row: int
+    num_rows: int
+    num_embedded: int
+    num_duplicates: int
+    num_failed: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StoredImage:
+    """A committed embedding, for a duplicate that comes later."""
+
+    key: str
+    embedding: Float32Array
+    size_hw: tuple[int, int]
+    grid_hw: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredFailure:
+    """A committed failure, for a duplicate that comes later."""
+
+    key: str
+    failure: Failure
+
+
+class PartStore:
+    """Owns the partial folder of one run."""
+
+    def __init__(self, paths: OutputPaths, schema: pa.Schema, *, rows_per_part: int) -> None:
+        self._paths = paths
+        self._folder = paths.partial
+        self._schema = schema
+        self._part_schema = pa.schema([_ROW, *schema])
+        self._rows_per_part = rows_per_part
+        self._rows = lru_cache(maxsize=64)(self._read_rows)
+        self._failures = lru_cache(maxsize=16)(self._read_failures)
+        self._group = lru_cache(maxsize=16)(self._read_group)
+        self.records = _read_records(self._folder)
+
+    @property
+    def embedding_width(self) -> int:
+        """D, values per embedding."""
+        return int(self._schema.field("embedding").type.list_size)
+
+    @property
+    def next_row(self) -> int:
+        """The first row that is not committed."""
+        return sum(record.num_rows for record in self.records)
+
+    def _part(self, number: int) -> Path:
+        return self._folder / f"part-{number:06d}.parquet"
+
+    def _part_errors(self, number: int) -> Path:
+        return self._folder / f"part-{number:06d}.errors.parquet"
+
+    def commit(self, record: PartRecord, columns: Mapping[str, Any], errors: Mapping[str, Any]) -> None:
+        """Write a part whole or not at all, then its line. `columns` and `errors` are by name, with `row` first."""
+        with _atomic(self._part(record.number)) as path:
+            table = pa.table(dict(columns), schema=self._part_schema)
+            pq.write_table(table, path, row_group_size=PART_GROUP_ROWS, **_writer_options(self._part_schema))
+        with _atomic(self._part_errors(record.number)) as path:
+            pq.write_table(pa.table(dict(errors), schema=_PART_ERRORS_SCHEMA), path, compression="zstd")
+        with (self._folder / "parts.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(record)) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.records.append(record)
+
+    def hashes(self) -> Iterator[tuple[int, bytes]]:
+        """(row, content hash) of every committed row that has one, part by part."""
+        for record in self.records:
+            found: list[tuple[int, bytes]] = []
+            for path in (self._part(record.number), self._part_errors(record.number)):
+                table = pq.read_table(path, columns=["row", "content_hash"])
+                rows, hashes = table["row"].to_pylist(), table["content_hash"].to_pylist()
+                found += [pair for pair in zip(rows, hashes, strict=True) if pair[1] is not None]
+            yield from sorted(found)
+
+    def codes(self) -> Counter[str]:
+        """Committed failed rows by code."""
+        codes: Counter[str] = Counter()
+        for path in self._each(self._part_errors):
+            codes.update(pq.read_table(path, columns=["code"])["code"].to_pylist())
+        return codes
+
+    def find(self, row: int) -> StoredImage | StoredFailure:
+        """What was committed for a row that is not a duplicate itself.
+
+        Raises:
+            AccountingError: the row's part holds it in neither of its files.
+        """
+        number = row // self._rows_per_part
+        rows = self._rows(number)
+        index = int(np.searchsorted(rows, row))
+        if index == len(rows) or rows[index] != row:
+            if (stored := self._failures(number).get(row)) is not None:
+                return stored
+            msg = f"row {row} is in neither file of part {number}, which is committed"
+            raise AccountingError(msg)
+        group, index = divmod(index, PART_GROUP_ROWS)
+        table = self._group(number, group)
+        values = {name: table[name][index].as_py() for name in ("id", "width", "height", "grid_h", "grid_w")}
+        embeddings = table["embedding"].chunk(0)
+        width = embeddings.type.list_size
+        return StoredImage(
+            key=values["id"],
+            embedding=embeddings.flatten().to_numpy()[index * width : (index + 1) * width],
+            size_hw=(values["height"], values["width"]),
+            grid_hw=(values["grid_h"], values["grid_w"]),
+        )
+
+    def _read_rows(self, number: int) -> Int64Array:
+        rows: Int64Array = pq.read_table(self._part(number), columns=["row"])["row"].to_numpy()
+        return rows
+
+    def _read_group(self, number: int, group: int) -> pa.Table:
+        with pq.ParquetFile(self._part(number)) as file:
+            return file.read_row_group(group).combine_chunks()
+
+    def _read_failures(self, number: int) -> dict[int, StoredFailure]:
+        return {
+            entry["row"]: StoredFailure(
+                key=entry["id"],
+                failure=Failure(
+                    row=entry["row"],
+                    stage=entry["stage"],
+                    code=FailureCode(entry["code"]),
+                    message=entry["message"],
+                ),
+            )
+            for entry in pq.read_table(self._part_errors(number)).to_pylist()
+        }
+
+    def assemble(self, provenance: Mapping[str, Any]) -> None:
+        """Stream the parts into the errors file and, unless nothing was embedded, the output; then drop the parts.
+
+        Raises:
+            AccountingError: a file does not hold the rows that the parts' lines promise.
+        """
+        num_rows = sum(record.num_embedded + record.num_duplicates for record in self.records)
+        num_failed = sum(record.num_failed for record in self.records)
+        _concatenate(
+            self._paths.errors, with_provenance(ERRORS_SCHEMA, provenance), self._each(self._part_errors), num_failed
+        )
+        if num_rows:
+            _concatenate(
+                self._paths.output, with_provenance(self._schema, provenance), self._each(self._part), num_rows
+            )
+        self.drop()
+
+    def _each(self, part: Callable[[int], Path]) -> list[Path]:
+        return [part(record.number) for record in self.records]
+
+    def drop(self) -> None:
+        """Remove the partial folder."""
+        shutil.rmtree(self._paths.partial)
+
+
+def _concatenate(target: Path, schema: pa.Schema, parts: Iterable[Path], num_rows: int) -> None:
+    written = 0
+    with _atomic(target) as path:
+        with pq.ParquetWriter(path, schema, **_writer_options(schema)) as writer:
+            waiting = schema.empty_table()
+            for part in parts:
+                waiting = pa.concat_tables([waiting, pq.read_table(part, columns=schema.names).cast(schema)])
+                bytes_per_row = max(1, waiting.nbytes // max(1, waiting.num_rows))
+                group_rows = max(1, min(MAX_GROUP_ROWS, MAX_GROUP_BYTES // bytes_per_row))
+                whole = waiting.num_rows // group_rows * group_rows
+                if whole:
+                    writer.write_table(waiting.slice(0, whole), row_group_size=group_rows)
+                    written += whole
+                waiting = waiting.slice(whole)
+            if waiting.num_rows:
+                writer.write_table(waiting, row_group_size=waiting.num_rows)
+                written += waiting.num_rows
+        if written != num_rows or pq.read_metadata(path).num_rows != num_rows:
+            msg = f"{target} would hold {written} rows where its parts' lines promise {num_rows}; the parts are kept"
+            raise AccountingError(msg)
+
+
+@contextmanager
+def _atomic(target: Path) -> Iterator[Path]:
+    """A temporary path beside `target` that becomes `target`, on disk, when the block ends well."""
+    temporary = target.with_name(f".{target.name}.tmp")
+    try:
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync_folder(target.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _writer_options(schema: pa.Schema) -> dict[str, Any]:
+    """zstd; dictionaries only where values repeat; no BYTE_STREAM_SPLIT, which not every reader takes."""
+    repeating = [name for name in schema.names if name not in ("row", "id", "embedding", "content_hash")]
+    return {"compression": "zstd", "use_dictionary": repeating, "write_statistics": True}
+
+
+def _read_records(folder: Path) -> list[PartRecord]:
+    path = folder / "parts.jsonl"
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [PartRecord(**json.loads(line)) for line in lines[:-1]]  # a line cut by a crash has no newline
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """Whose parts a partial folder holds, or None where there are none.
+
+    Raises:
+        OutputError: a folder of that name which no run of vlmembed made.
+    """
+    if not folder.exists():
+        return None
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if set(os.listdir(folder)) <= {"lock"}:  # noqa: PTH208  a set of names is what is wanted
+            return None  # killed before the first line was written
+        msg = f"{folder} exists and holds no manifest.json, so it is not a run of vlmembed: move it away"
+        raise OutputError(msg) from None
+    except ValueError as error:
+        msg = f"{folder / 'manifest.json'} is damaged ({error}): start anew with --overwrite"
+        raise OutputError(msg) from error
+    assert isinstance(manifest, dict)
+    return manifest
+
+
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Start the partial folder of a run; parts that it held before are gone."""
+    for path in folder.glob("part*"):
+        path.unlink()
+    with _atomic(folder / "manifest.json") as path:
+        path.write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
+
+
+@contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Hold the partial folder for this process.
+
+    Raises:
+        OutputError: another process holds it, or it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / "lock", timeout=0):
+            yield
+    except Timeout as error:
+        msg = f"another process is writing to {folder}: wait for it, or choose another output"
+        raise OutputError(msg) from error

@@ -1,0 +1,232 @@
+"""One machine: the stages on three threads and a decoding pool, joined by bounded channels.
+
+    reader thread: source -> dedup -> (pool: decode, preprocess) -> pack      main thread: encode     writer thread
+
+Nothing waits without looking at the stop event, so an error or Ctrl-C anywhere ends the run.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from vlmembed.decode import decode
+from vlmembed.dedup import dedup, ref_of
+from vlmembed.errors import ImageError, StoppedError
+from vlmembed.packer import PackingStats, pack
+from vlmembed.parallel import Channel, ordered_map
+from vlmembed.preprocess import preprocess
+from vlmembed.types import EmbeddingBatch, EncodedImage, Failure, ImageRef, PackedBatch, PatchedImage, UniqueImage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from vlmembed.config import EncodeConfig
+    from vlmembed.dedup import HashIndex
+    from vlmembed.encoder import Encoder
+    from vlmembed.layout import ResizeRule
+    from vlmembed.progress import ProgressBar, StageClock
+    from vlmembed.sources.base import Source
+    from vlmembed.writer import Writer
+
+MAX_PACKS_WAITING = 4
+MAX_EVENTS_WAITING = 4096
+MAX_DECODE_BYTES = 256 * 2**20
+"""Encoded bytes that may wait for or be in decoding."""
+
+JOIN_SECONDS = 60.0
+"""How long the end of a stopped run waits for a thread: the longest single decode, generously."""
+
+
+class Pipeline:
+    """The stages of one run, wired together.
+
+    Attributes:
+        packing: what the packer did.
+        num_encoded, num_rows_read: images encoded by this process; rows read, those of an earlier start included.
+    """
+
+    def __init__(
+        self,
+        config: EncodeConfig,
+        *,
+        source: Source,
+        index: HashIndex | None,
+        rule: ResizeRule,
+        encoder: Encoder,
+        writer: Writer,
+        clock: StageClock,
+    ) -> None:
+        assert config.max_tokens_per_batch is not None
+        assert config.rows_per_part is not None
+        assert config.workers is not None
+        self._config = config
+        self._num_workers = config.workers
+        self._rows_per_part = config.rows_per_part
+        self._source = source
+        self._index = index
+        self._rule = rule
+        self._encoder = encoder
+        self._writer = writer
+        self._clock = clock
+        self._stop = threading.Event()
+        self._packs: Channel[PackedBatch] = Channel(MAX_PACKS_WAITING, self._stop)
+        self._events: Channel[ImageRef | Failure | EmbeddingBatch] = Channel(MAX_EVENTS_WAITING, self._stop)
+        self._errors: list[BaseException] = []
+        self.packing = PackingStats(config.max_tokens_per_batch)
+        self.num_encoded = 0
+        self.num_rows_read = 0
+
+    @property
+    def stage_threads(self) -> dict[str, int]:
+        """How many threads work in each stage."""
+        return {"read": 1, "decode": self._num_workers, "pack": 1, "encode": 1, "write": 1}
+
+    def run(self, start: int, num_rows: int, bar: ProgressBar) -> None:
+        """Take rows `start` to `num_rows` through all stages; returns when the last one is committed.
+
+        Raises:
+            VlmembedError: whatever ended the run. KeyboardInterrupt passes through, after the threads have ended.
+        """
+        self.num_rows_read = start
+        threads = [
+            threading.Thread(target=self._guard, args=(self._read, start, num_rows), name="reader"),
+            threading.Thread(target=self._guard, args=(self._write,), name="writer"),
+        ]
+        with self._joined(threads):
+            self._encode(bar)
+            self._events.close()
+
+    @contextmanager
+    def _joined(self, threads: list[threading.Thread]) -> Iterator[None]:
+        """Start the threads; end them with the block, at once if it fails; then raise what went wrong first."""
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+            for thread in threads:
+                while thread.is_alive():  # a bounded wait each, so that Ctrl-C gets through
+                    thread.join(1.0)
+        except StoppedError:
+            pass  # another thread failed and is in `_errors`
+        finally:
+            self._stop.set()
+            for thread in threads:
+                thread.join(JOIN_SECONDS)
+        if self._errors:
+            raise self._errors[0]
+
+    def _guard(self, stage: Callable[..., None], *arguments: int) -> None:
+        try:
+            stage(*arguments)
+        except StoppedError:
+            pass
+        except BaseException as error:  # noqa: BLE001  handed to the main thread, which raises it
+            self._errors.append(error)
+            self._stop.set()
+
+    def _read(self, start: int, num_rows: int) -> None:
+        rows = self._clock.iterate("read", islice(self._source.read(start), num_rows - start))
+        with ThreadPoolExecutor(self._num_workers, thread_name_prefix="decode") as pool:
+            work = self._dedup_decoded if self._config.dedup == "pixels" else self._dedup_encoded
+            images = self._clock.iterate("wait for decode", work(self._counted(rows), pool))
+            for batch in self._clock.iterate("pack", pack(images, self._rule.layout, self.packing)):
+                self._packs.put(batch)
+        self._packs.close()
+
+    def _counted(self, rows: Iterator[EncodedImage]) -> Iterator[EncodedImage]:
+        for image in rows:
+            self.num_rows_read += 1
+            yield image
+
+    def _dedup_encoded(self, rows: Iterator[EncodedImage], pool: ThreadPoolExecutor) -> Iterator[PatchedImage | None]:
+        """Hash the bytes, decode what is new. None marks the start of a part."""
+
+        def unique() -> Iterator[UniqueImage | None]:
+            for ref, work in dedup(rows, self._index):
+                if ref.row % self._rows_per_part == 0:
+                    yield None
+                self._events.put(ref)
+                if isinstance(work, Failure):
+                    self._events.put(work)
+                elif work is not None:
+                    yield work
+
+        results = ordered_map(
+            lambda image: None if image is None else self._patch(image.row, image.content)[1],
+            unique(),
+            pool,
+            max_items=4 * self._num_workers,
+            max_bytes=MAX_DECODE_BYTES,
+            num_bytes=lambda image: 0 if image is None else len(image.content),
+        )
+        for result in results:
+            if isinstance(result, Failure):
+                self._events.put(result)
+            else:
+                yield result
+
+    def _dedup_decoded(self, rows: Iterator[EncodedImage], pool: ThreadPoolExecutor) -> Iterator[PatchedImage | None]:
+        """Decode everything, hash the pixels. None marks the start of a part."""
+
+        def work(image: EncodedImage) -> tuple[EncodedImage, bytes | None, PatchedImage | Failure]:
+            return image, *self._patch(image.row, image.content)
+
+        results = ordered_map(
+            work,
+            rows,
+            pool,
+            max_items=4 * self._num_workers,
+            max_bytes=MAX_DECODE_BYTES,
+            num_bytes=lambda image: len(image.content) if isinstance(image.content, bytes) else 0,
+        )
+        for image, pixel_hash, result in results:
+            if image.row % self._rows_per_part == 0:
+                yield None
+            ref = ref_of(image, pixel_hash, self._index)
+            self._events.put(ref)
+            if ref.first_row != ref.row:
+                continue
+            if isinstance(result, Failure):
+                self._events.put(result)
+            else:
+                yield result
+
+    def _patch(self, row: int, content: bytes | ImageError) -> tuple[bytes | None, PatchedImage | Failure]:
+        """Decode and preprocess one image; its pixel hash too where the dedup wants one."""
+        if isinstance(content, ImageError):
+            return None, Failure.from_error(row, "read", content)
+        stage, pixel_hash = "decode", None
+        with self._clock.measure("decode"):
+            try:
+                decoded = decode(content, max_source_pixels=self._config.max_source_pixels)
+                if self._config.dedup == "pixels":
+                    pixel_hash = decoded.pixel_hash()
+                stage = "preprocess"
+                return pixel_hash, preprocess(decoded.rgb, row, self._rule)
+            except ImageError as error:
+                return pixel_hash, Failure.from_error(row, stage, error)
+
+    def _encode(self, bar: ProgressBar) -> None:
+        began = time.perf_counter()
+        for batch in self._packs:
+            with self._clock.measure("encode"):
+                result = self._encoder.encode(batch)
+            self._events.put(result)
+            self.num_encoded += len(batch.rows)
+            seconds = time.perf_counter() - began
+            bar.note(
+                num_encoded=self.num_encoded,
+                num_tokens=self.packing.num_tokens,
+                seconds=seconds,
+                slowest=self._clock.busiest(self.stage_threads, seconds)[0],
+            )
+
+    def _write(self) -> None:
+        for item in self._events:
+            with self._clock.measure("write"):
+                self._writer.add(item)

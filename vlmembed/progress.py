@@ -1,0 +1,90 @@
+"""Where a run's time goes, and the bar a person watches."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+T = TypeVar("T")
+
+
+class StageClock:
+    """Busy seconds of every stage, each stage's waiting for another one left out.
+
+    Blocks may nest: what an inner block takes is not counted for the outer one. Used by many threads.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._local = threading.local()
+
+    @contextmanager
+    def measure(self, stage: str) -> Iterator[None]:
+        """Count the block's time for `stage`."""
+        inner_before = getattr(self._local, "inner", 0.0)
+        self._local.inner = 0.0
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            elapsed = time.perf_counter() - start
+            with self._lock:
+                self.seconds[stage] += elapsed - self._local.inner
+            self._local.inner = inner_before + elapsed
+
+    def iterate(self, stage: str, items: Iterable[T]) -> Iterator[T]:
+        """Count the time that producing `items` takes for `stage`."""
+        iterator = iter(items)
+        while True:
+            with self.measure(stage):
+                try:
+                    item = next(iterator)
+                except StopIteration:
+                    return
+            yield item
+
+    def busiest(self, threads: dict[str, int], wall_seconds: float) -> tuple[str, float]:
+        """The stage with the largest busy share of its threads' time, and that share, 0 to 1.
+
+        `threads` names the stages that count; what is not in it is waiting.
+        """
+        with self._lock:
+            shares = {name: self.seconds[name] / count / max(wall_seconds, 1e-9) for name, count in threads.items()}
+        name = max(shares, key=lambda stage: shares[stage])
+        return name, min(shares[name], 1.0)
+
+
+class ProgressBar:
+    """A tqdm bar on stderr that counts committed rows. Silent where `enabled` is false."""
+
+    def __init__(self, total: int, *, initial: int, enabled: bool) -> None:
+        self._bar: tqdm[None] = tqdm(
+            total=total,
+            initial=initial,
+            disable=not enabled,
+            smoothing=0,
+            bar_format="{l_bar}{bar:20}| {n_fmt}/{total_fmt} rows committed [{elapsed}<{remaining}{postfix}]",
+        )
+
+    def committed(self, num_rows: int) -> None:
+        """Advance by the rows of a part."""
+        self._bar.update(num_rows)
+
+    def note(self, *, num_encoded: int, num_tokens: int, seconds: float, slowest: str) -> None:
+        """Show rates, in images and tokens per second, and the slowest stage."""
+        rate = f"{num_encoded / seconds:.1f} images/s, {num_tokens / seconds:,.0f} tokens/s"
+        self._bar.set_postfix_str(f"{num_encoded} encoded, {rate}, slowest stage: {slowest}", refresh=False)
+        self._bar.update(0)
+
+    def close(self) -> None:
+        """Leave the bar as it is and end its line."""
+        self._bar.close()

@@ -1,0 +1,80 @@
+"""Which run a file belongs to: the fingerprint that must agree, and the facts that are recorded beside it."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vlmembed.config import EncodeConfig
+
+FORMAT = 1
+"""Version of the output's layout."""
+
+_PACKAGES = ("vlmembed", "torch", "transformers", "pillow", "pyarrow", "numpy")
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that can change an embedding, and of Python."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "unknown"
+    return found
+
+
+def make_fingerprint(
+    config: EncodeConfig,
+    *,
+    model: Mapping[str, str],
+    preprocessing: Mapping[str, Any],
+    pool: str,
+    source_sha256: str,
+    num_rows: int,
+) -> dict[str, Any]:
+    """What two runs must share for one to go on where the other stopped."""
+    return {
+        "format": FORMAT,
+        **model,
+        **preprocessing,
+        "pool": pool,
+        "normalize": config.normalize,
+        "dtype": config.dtype,
+        "emit": "pooled",
+        "dedup": config.dedup,
+        "image_column": config.image_column,
+        "id_column": config.id_column,
+        "keep_columns": list(config.keep_columns),
+        "source_sha256": source_sha256,
+        "num_rows": num_rows,
+    }
+
+
+def difference(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """One line per entry in which two fingerprints disagree."""
+    lines = []
+    for name in sorted(set(earlier) | set(now)):
+        before, after = earlier.get(name), now.get(name)
+        if before != after:
+            lines.append(f"{name}: {json.dumps(before)} there, {json.dumps(after)} now")
+    return lines
+
+
+def make_provenance(
+    config: EncodeConfig, fingerprint: Mapping[str, Any], *, model: Mapping[str, str], backend: Mapping[str, str]
+) -> dict[str, Any]:
+    """Everything recorded with an output, apart from its counts. No time and no machine name: a run that is repeated
+    on the same machine writes the same file."""
+    return {
+        "fingerprint": dict(fingerprint),
+        "recipe": config.to_toml(),
+        "model": dict(model),
+        "backend": dict(backend),
+        "versions": versions(),
+    }

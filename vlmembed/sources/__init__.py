@@ -1,0 +1,151 @@
+"""Where images come from: one module per kind of input, all behind `Source`."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import pyarrow as pa
+
+from vlmembed.errors import ConfigError, InputError
+from vlmembed.sources.folder import FolderSource, Walk, escape_name, is_parquet, key_of, list_folder
+from vlmembed.sources.parquet import ParquetSource
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+
+    from vlmembed.config import EncodeConfig
+    from vlmembed.sources.base import Source
+    from vlmembed.types import EncodedImage
+
+__all__ = ["open_source"]
+
+
+class ChainedSource:
+    """Several sources, one after the other, as one."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = sources
+        self.num_rows = sum(source.num_rows for source in sources)
+        self.digest = hashlib.sha256("\n".join(source.digest for source in sources).encode()).hexdigest()
+        self.skipped: Counter[str] = Counter()
+        self.kept_schema = pa.schema([])
+
+    def read(self, start: int) -> Iterator[EncodedImage]:
+        """Yield the rows of each source, numbered through."""
+        first_row = 0
+        for source in self._sources:
+            for image in source.read(max(0, start - first_row)):
+                yield replace(image, row=first_row + image.row)
+            first_row += source.num_rows
+
+    def close(self) -> None:
+        """Close every source."""
+        for source in self._sources:
+            source.close()
+
+
+def open_source(config: EncodeConfig, own_output: Collection[Path] = ()) -> Source:
+    """List the inputs of a run. `own_output` are paths that are never input.
+
+    Raises:
+        InputError: an input does not exist, two overlap, or there is nothing to read.
+        ConfigError: column settings without a Parquet input.
+    """
+    walk = Walk(recursive=config.recursive, excluded={os.path.realpath(path) for path in own_output})
+    listed: list[FolderSource | list[tuple[Path, str]]] = []  # neighbouring inputs of one kind share an entry
+    inputs = [name for given in config.inputs for name in _expand(given)]
+    _check_overlap(inputs)
+    for name in inputs:
+        prefix = name.rstrip("/") if len(inputs) > 1 else ""
+        if Path(name).is_dir():
+            walk.parquet_files.clear()
+            if list_folder(_last(listed, FolderSource), walk, name, prefix):
+                walk.skipped[".parquet"] += len(walk.parquet_files)
+            elif walk.parquet_files:
+                files = [(Path(path), key_of(path, name, prefix)) for path in sorted(walk.parquet_files)]
+                _last(listed, list).extend(files)
+            continue
+        key = escape_name(prefix or os.path.basename(name))  # noqa: PTH119  as typed, undecodable or not
+        if is_parquet(Path(name)):
+            _last(listed, list).append((Path(name), key))
+        else:
+            _last(listed, FolderSource).add(name, key)
+    return _assemble(config, listed, +walk.skipped)
+
+
+Kind = TypeVar("Kind", FolderSource, "list[tuple[Path, str]]")
+
+
+def _last(listed: list[FolderSource | list[tuple[Path, str]]], kind: type[Kind]) -> Kind:
+    """The last entry if it is of this kind, else a new one."""
+    if not (listed and isinstance(listed[-1], kind)):
+        listed.append(kind())
+    last = listed[-1]
+    assert isinstance(last, kind)
+    return last
+
+
+def _assemble(
+    config: EncodeConfig, listed: Sequence[FolderSource | list[tuple[Path, str]]], skipped: Counter[str]
+) -> Source:
+    listed = [entry for entry in listed if isinstance(entry, list) or entry.num_rows]
+    if not listed:
+        found = ", ".join(f"{count} {kind}" for kind, count in skipped.most_common()) or "nothing at all"
+        msg = f"no pictures in {', '.join(config.inputs)} (found and skipped: {found}): name a folder that has some"
+        raise InputError(msg)
+    for setting in ("image_column", "id_column", "keep_columns"):
+        if getattr(config, setting) and not all(isinstance(entry, list) for entry in listed):
+            msg = f"--{setting.replace('_', '-')} is for Parquet inputs only; give pictures in a run of their own"
+            raise ConfigError(msg)
+    sources: list[Source] = [
+        ParquetSource(
+            entry,
+            image_column=config.image_column,
+            id_column=config.id_column,
+            keep_columns=config.keep_columns,
+        )
+        if isinstance(entry, list)
+        else entry
+        for entry in listed
+    ]
+    source = sources[0] if len(sources) == 1 else ChainedSource(sources)
+    if source.num_rows == 0:
+        msg = f"{', '.join(config.inputs)}: the Parquet files have no rows"
+        raise InputError(msg)
+    source.skipped = skipped
+    return source
+
+
+def _expand(name: str) -> list[str]:
+    """An input as typed; a glob becomes its matches, by name."""
+    if os.path.lexists(name):
+        return [name]
+    if glob.has_magic(name):
+        if matches := sorted(glob.glob(name, recursive=True)):  # noqa: PTH207  Path.glob cannot be absolute
+            return matches
+        msg = f"no file matches {name!r}"
+        raise InputError(msg)
+    msg = f"{name!r} does not exist"
+    raise InputError(msg)
+
+
+def _check_overlap(inputs: Sequence[str]) -> None:
+    """No file may be read twice under two ids because two inputs cover it."""
+    seen: dict[str, str] = {}
+    for name in inputs:
+        real = os.path.realpath(name)
+        if real in seen:
+            msg = f"inputs {seen[real]!r} and {name!r} are the same: name it once"
+            raise InputError(msg)
+        seen[real] = name
+    for real, name in seen.items():
+        for parent in Path(real).parents:
+            if str(parent) in seen:
+                msg = f"input {name!r} lies inside input {seen[str(parent)]!r}: name the outer one only"
+                raise InputError(msg)

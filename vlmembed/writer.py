@@ -1,0 +1,199 @@
+"""Puts the rows back in input order, gives duplicates their embedding, commits parts, and accounts for every row."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from vlmembed.errors import AccountingError, FailureCode, RowFailedError
+from vlmembed.parts import PartRecord, StoredFailure, StoredImage
+from vlmembed.types import EmbeddingBatch, Failure, ImageRef
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vlmembed.parts import PartStore
+
+
+@dataclass(slots=True)
+class _OpenPart:
+    """Rows [`first_row`, `first_row` + `num_rows`) on their way."""
+
+    first_row: int
+    num_rows: int
+    refs: list[ImageRef] = field(default_factory=list)
+    outcomes: dict[int, Failure | StoredImage] = field(default_factory=dict)  # by row; none for a duplicate
+    num_duplicates: int = 0
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.refs) == self.num_rows == len(self.outcomes) + self.num_duplicates
+
+
+class Writer:
+    """Takes `ImageRef`s in row order and outcomes in any order; commits each part when it is complete."""
+
+    def __init__(
+        self,
+        store: PartStore,
+        *,
+        num_rows: int,
+        rows_per_part: int,
+        kept: pa.Schema,
+        on_error: str,
+        on_commit: Callable[[PartRecord], None],
+    ) -> None:
+        self._store = store
+        self._num_rows = num_rows
+        self._rows_per_part = rows_per_part
+        self._kept = kept
+        self._on_error = on_error
+        self._on_commit = on_commit
+        self._open: dict[int, _OpenPart] = {}
+        self._next_part = len(store.records)
+
+    def add(self, item: ImageRef | Failure | EmbeddingBatch) -> None:
+        """Take one value from upstream.
+
+        Raises:
+            RowFailedError: a row failed and ``on_error`` is ``"fail"``.
+        """
+        if isinstance(item, ImageRef):
+            part = self._part_of(item.row)
+            part.refs.append(item)
+            part.num_duplicates += item.first_row != item.row
+        elif isinstance(item, Failure):
+            self._fail(item)
+        else:
+            self._add_embeddings(item)
+        while (ready := self._open.get(self._next_part)) is not None and ready.is_complete:
+            self._commit(self._next_part, ready)
+            del self._open[self._next_part]
+            self._next_part += 1
+
+    def _part_of(self, row: int) -> _OpenPart:
+        number = row // self._rows_per_part
+        if number not in self._open:
+            first_row = number * self._rows_per_part
+            num_rows = min(self._rows_per_part, self._num_rows - first_row)
+            self._open[number] = _OpenPart(first_row=first_row, num_rows=num_rows)
+        return self._open[number]
+
+    def _fail(self, failure: Failure) -> None:
+        part = self._part_of(failure.row)
+        if self._on_error == "fail":
+            key = next(ref.key for ref in part.refs if ref.row == failure.row)
+            msg = f"{key}: {failure.code} ({failure.message}); --on-error skip would record the row and go on"
+            raise RowFailedError(msg)
+        part.outcomes[failure.row] = failure
+
+    def _add_embeddings(self, batch: EmbeddingBatch) -> None:
+        finite = [bool(np.isfinite(embedding).all()) for embedding in batch.embeddings]
+        for index, row in enumerate(batch.rows.tolist()):
+            if not finite[index]:
+                message = "the tower's output holds NaN or infinity for this image"
+                self._fail(Failure(row=row, stage="encode", code=FailureCode.NON_FINITE, message=message))
+                continue
+            part = self._part_of(row)
+            part.outcomes[row] = StoredImage(
+                key="",
+                embedding=batch.embeddings[index],
+                size_hw=tuple(batch.size_hw[index].tolist()),
+                grid_hw=tuple(batch.grid_hw[index].tolist()),
+            )
+
+    def _commit(self, number: int, part: _OpenPart) -> None:
+        images: list[tuple[ImageRef, StoredImage, str | None]] = []
+        failures: list[tuple[ImageRef, Failure]] = []
+        keys = {ref.row: ref.key for ref in part.refs}
+        for ref in part.refs:
+            first_key, outcome = self._resolve(ref, part, keys)
+            if isinstance(outcome, StoredImage):
+                images.append((ref, outcome, first_key if ref.first_row != ref.row else None))
+            elif ref.first_row == ref.row:
+                failures.append((ref, outcome))
+            else:
+                message = f"same content as {first_key!r}: {outcome.message}"
+                failures.append((ref, Failure(row=ref.row, stage=outcome.stage, code=outcome.code, message=message)))
+        num_duplicates = sum(first_key is not None for _, _, first_key in images)
+        record = PartRecord(
+            number=number,
+            first_row=part.first_row,
+            num_rows=part.num_rows,
+            num_embedded=len(images) - num_duplicates,
+            num_duplicates=num_duplicates,
+            num_failed=len(failures),
+        )
+        self._store.commit(record, self._columns(images), _error_columns(failures))
+        self._on_commit(record)
+
+    def _resolve(self, ref: ImageRef, part: _OpenPart, keys: dict[int, str]) -> tuple[str, StoredImage | Failure]:
+        """The id and the outcome of the first row with this content: in this part, or committed before."""
+        if ref.first_row >= part.first_row:
+            return keys[ref.first_row], part.outcomes[ref.first_row]
+        stored = self._store.find(ref.first_row)
+        return stored.key, stored.failure if isinstance(stored, StoredFailure) else stored
+
+    def _columns(self, images: list[tuple[ImageRef, StoredImage, str | None]]) -> dict[str, Any]:
+        width = self._store.embedding_width
+        embeddings = np.empty((len(images), width), np.float32)
+        for index, (_, image, _) in enumerate(images):
+            embeddings[index] = image.embedding
+        return {
+            "row": [ref.row for ref, _, _ in images],
+            "id": [ref.key for ref, _, _ in images],
+            "embedding": pa.FixedSizeListArray.from_arrays(pa.array(embeddings.reshape(-1)), width),
+            "content_hash": [ref.content_hash for ref, _, _ in images],
+            "duplicate_of": [first_key for _, _, first_key in images],
+            "width": [image.size_hw[1] for _, image, _ in images],
+            "height": [image.size_hw[0] for _, image, _ in images],
+            "grid_h": [image.grid_hw[0] for _, image, _ in images],
+            "grid_w": [image.grid_hw[1] for _, image, _ in images],
+            **self._kept_columns([ref for ref, _, _ in images]),
+        }
+
+    def _kept_columns(self, refs: list[ImageRef]) -> dict[str, Any]:
+        if not len(self._kept):
+            return {}
+        table = pa.Table.from_batches([ref.columns for ref in refs], schema=self._kept.remove_metadata())
+        return {name: table.column(name) for name in self._kept.names}
+
+    def finish(self, num_rows_read: int) -> Counter[str]:
+        """Check the law of the pipeline and return embedded, duplicate and failed rows.
+
+        Raises:
+            AccountingError: rows read != embedded + duplicates + failed.
+        """
+        counts: Counter[str] = Counter(embedded=0, duplicates=0, failed=0)
+        for record in self._store.records:
+            counts["embedded"] += record.num_embedded
+            counts["duplicates"] += record.num_duplicates
+            counts["failed"] += record.num_failed
+        if self._open or counts.total() != num_rows_read or num_rows_read != self._num_rows:
+            unfinished = [
+                f"part {number}: {len(part.refs)} of {part.num_rows} rows seen, {len(part.outcomes)} outcomes and "
+                f"{part.num_duplicates} duplicates"
+                for number, part in sorted(self._open.items())
+            ]
+            msg = (
+                f"rows do not add up: {num_rows_read} read of {self._num_rows} listed, {counts['embedded']} embedded "
+                f"+ {counts['duplicates']} duplicates + {counts['failed']} failed; open: "
+                f"{'; '.join(unfinished) or 'nothing'}. The committed parts are kept; please report this"
+            )
+            raise AccountingError(msg)
+        return counts
+
+
+def _error_columns(failures: list[tuple[ImageRef, Failure]]) -> dict[str, Any]:
+    return {
+        "row": [ref.row for ref, _ in failures],
+        "content_hash": [ref.content_hash for ref, _ in failures],
+        "id": [ref.key for ref, _ in failures],
+        "stage": [failure.stage for _, failure in failures],
+        "code": [str(failure.code) for _, failure in failures],
+        "message": [failure.message for _, failure in failures],
+    }
