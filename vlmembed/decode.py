@@ -110,7 +110,7 @@ def decode(content: bytes, *, max_source_pixels: int) -> DecodedImage:
         raise ImageError(FailureCode.OUT_OF_MEMORY, msg) from error
     except Exception as error:
         raise _broken(content, f"{type(error).__name__}: {error}") from error
-    if transpose := _TRANSPOSE.get(orientation):
+    if (transpose := _TRANSPOSE.get(orientation)) is not None:  # FLIP_LEFT_RIGHT is 0
         rgb = rgb.transpose(transpose)
     return DecodedImage(rgb=rgb)
 

@@ -288,8 +288,12 @@ def _read_records(folder: Path) -> list[PartRecord]:
     path = folder / "parts.jsonl"
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [PartRecord(**json.loads(line)) for line in lines[:-1]]  # a line cut by a crash has no newline
+    *lines, rest = path.read_text(encoding="utf-8").split("\n")
+    if rest:  # a crash cut the last line: its part does not count, and must not join the next line
+        with path.open("r+b") as file:
+            file.truncate(path.stat().st_size - len(rest.encode()))
+            os.fsync(file.fileno())
+    return [PartRecord(**json.loads(line)) for line in lines]
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:

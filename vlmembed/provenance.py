@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +74,7 @@ def make_provenance(
     on the same machine writes the same file."""
     return {
         "fingerprint": dict(fingerprint),
-        "recipe": config.to_toml(),
+        "recipe": replace(config, overwrite=False).to_toml(),  # how to make the file, not what was there before
         "model": dict(model),
         "backend": dict(backend),
         "versions": versions(),

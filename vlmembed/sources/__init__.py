@@ -57,8 +57,21 @@ def open_source(config: EncodeConfig, own_output: Collection[Path] = ()) -> Sour
         InputError: an input does not exist, two overlap, or there is nothing to read.
         ConfigError: column settings without a Parquet input.
     """
-    walk = Walk(recursive=config.recursive, excluded={os.path.realpath(path) for path in own_output})
     listed: list[FolderSource | list[tuple[Path, str]]] = []  # neighbouring inputs of one kind share an entry
+    try:
+        return _assemble(config, listed, _list_inputs(config, own_output, listed))
+    except BaseException:
+        for entry in listed:
+            if isinstance(entry, FolderSource):
+                entry.close()
+        raise
+
+
+def _list_inputs(
+    config: EncodeConfig, own_output: Collection[Path], listed: list[FolderSource | list[tuple[Path, str]]]
+) -> Counter[str]:
+    """Fill `listed`; returns what was skipped, by kind."""
+    walk = Walk(recursive=config.recursive, excluded={os.path.realpath(path) for path in own_output})
     inputs = [name for given in config.inputs for name in _expand(given)]
     _check_overlap(inputs)
     for name in inputs:
@@ -76,7 +89,7 @@ def open_source(config: EncodeConfig, own_output: Collection[Path] = ()) -> Sour
             _last(listed, list).append((Path(name), key))
         else:
             _last(listed, FolderSource).add(name, key)
-    return _assemble(config, listed, +walk.skipped)
+    return +walk.skipped
 
 
 Kind = TypeVar("Kind", FolderSource, "list[tuple[Path, str]]")
@@ -94,6 +107,9 @@ def _last(listed: list[FolderSource | list[tuple[Path, str]]], kind: type[Kind])
 def _assemble(
     config: EncodeConfig, listed: Sequence[FolderSource | list[tuple[Path, str]]], skipped: Counter[str]
 ) -> Source:
+    for entry in listed:
+        if isinstance(entry, FolderSource) and not entry.num_rows:
+            entry.close()
     listed = [entry for entry in listed if isinstance(entry, list) or entry.num_rows]
     if not listed:
         found = ", ".join(f"{count} {kind}" for kind, count in skipped.most_common()) or "nothing at all"

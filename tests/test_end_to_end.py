@@ -1,0 +1,362 @@
+"""The command, whole: what becomes of every sample, who can read the output, and what a stopped run leaves."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import datasets
+import duckdb
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conftest import SAMPLES
+from PIL import Image
+
+import vlmembed
+from vlmembed.config import EncodeConfig
+from vlmembed.errors import ConfigError, InputError, NothingEmbeddedError, OutputError, RowFailedError
+from vlmembed.inspect import inspect
+from vlmembed.schema import read_provenance
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from typing import Any
+
+    from vlmembed.run import RunReport
+
+EMBEDDED = {
+    "café ☕ コーヒー.jpg": (13, 19),
+    "drawings/a.jpg": (14, 18),
+    "drawings/a.png": (14, 18),
+    "drawings/alpha.png": (14, 18),
+    "drawings/animated.gif": (14, 18),
+    "drawings/forty-to-one.png": (2, 101),
+    "drawings/one-pixel.png": (16, 16),
+    "drawings/palette-transparent.png": (14, 18),
+    "drawings/sixteen-bit.png": (14, 18),
+    "no-extension": (13, 19),
+    "photos/astronaut.webp": (16, 16),
+    "photos/cat copy.jpg": (13, 19),
+    "photos/cmyk.jpg": (13, 19),
+    "photos/exif-rotated.jpg": (13, 19),
+    "photos/galaxies.avif": (15, 17),
+    "photos/gravel.png": (16, 16),
+    "photos/rocket.jpg": (13, 19),
+    "photos/same-pixels.bmp": (13, 19),
+    "photos/same-pixels.png": (13, 19),
+}
+DUPLICATES = {"photos/cat.jpg": "photos/cat copy.jpg", "photos/coffee.jpg": "café ☕ コーヒー.jpg"}
+FAILED = {
+    "broken/flipped-byte.png": "corrupt",
+    "broken/text.jpg": "unsupported_format",
+    "broken/truncated copy.jpg": "truncated",
+    "broken/truncated.jpg": "truncated",
+    "broken/truncated.png": "truncated",
+    "broken/zero-bytes.jpg": "empty",
+}
+
+
+def run(inputs: object, output: Path, **settings: Any) -> RunReport:  # noqa: ANN401
+    names = tuple(map(str, inputs)) if isinstance(inputs, (list, tuple)) else (str(inputs),)
+    return vlmembed.encode(EncodeConfig(inputs=names, output=str(output), **settings))
+
+
+def embeddings_of(path: Path) -> dict[str, np.ndarray]:
+    table = pq.read_table(path)
+    return dict(zip(table["id"].to_pylist(), np.array(table["embedding"].to_pylist(), np.float32), strict=True))
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory, builtin_folder: Path) -> Path:
+    """The samples through the built-in model with default settings."""
+    assert builtin_folder.exists()
+    output = tmp_path_factory.mktemp("demo") / "demo.parquet"
+    report = run(SAMPLES, output)
+    assert (report.num_rows, report.num_embedded, report.num_duplicates, report.num_failed) == (27, 19, 2, 6)
+    assert report.skipped == {".txt": 1, ".json": 1}
+    return output
+
+
+def test_every_sample_has_its_declared_outcome(demo: Path) -> None:
+    rows = {row["id"]: row for row in pq.read_table(demo).to_pylist()}
+    assert {key: row["duplicate_of"] for key, row in rows.items() if row["duplicate_of"]} == DUPLICATES
+    assert set(rows) == set(EMBEDDED) | set(DUPLICATES)
+    for key, grid_hw in EMBEDDED.items():
+        assert (rows[key]["grid_h"], rows[key]["grid_w"]) == grid_hw, key
+        assert np.linalg.norm(rows[key]["embedding"]) == pytest.approx(1, abs=1e-5)
+    for key, first in DUPLICATES.items():
+        assert rows[key] == rows[first] | {"id": key, "duplicate_of": first}
+    errors = pq.read_table(demo.with_suffix(".errors.parquet")).to_pylist()
+    assert {row["id"]: row["code"] for row in errors} == FAILED
+    assert (rows["photos/exif-rotated.jpg"]["width"], rows["photos/exif-rotated.jpg"]["height"]) == (320, 214)
+    similar = np.dot(rows["photos/exif-rotated.jpg"]["embedding"], rows["photos/rocket.jpg"]["embedding"])
+    assert similar > 0.995
+    same = rows["photos/same-pixels.png"], rows["photos/same-pixels.bmp"]
+    np.testing.assert_allclose(same[0]["embedding"], same[1]["embedding"], atol=1e-5)
+    assert same[0]["content_hash"] != same[1]["content_hash"]
+
+
+def test_ids_are_in_input_order(demo: Path) -> None:
+    ids = pq.read_table(demo)["id"].to_pylist()
+    assert ids == sorted(ids, key=lambda key: key.split("/"))
+
+
+def test_dedup_by_pixels(tmp_path: Path, tiny_model: Path) -> None:
+    report = run(SAMPLES, tmp_path / "out.parquet", model=str(tiny_model), dedup="pixels")
+    assert (report.num_embedded, report.num_duplicates, report.num_failed) == (18, 3, 6)
+    table = pq.read_table(tmp_path / "out.parquet")
+    found = {row["id"]: row["duplicate_of"] for row in table.to_pylist() if row["duplicate_of"]}
+    assert found == DUPLICATES | {"photos/same-pixels.png": "photos/same-pixels.bmp"}
+    report = run(SAMPLES, tmp_path / "none.parquet", model=str(tiny_model), dedup="none")
+    assert (report.num_embedded, report.num_duplicates, report.num_failed) == (21, 0, 6)
+
+
+def test_the_output_opens_in_the_tools_people_use(demo: Path, tmp_path: Path) -> None:
+    written = pq.read_table(demo)
+    vectors = np.array(written["embedding"].to_pylist(), np.float32)
+    ids = written["id"].to_pylist()
+
+    frame = pd.read_parquet(demo)
+    assert frame["id"].tolist() == ids
+    np.testing.assert_array_equal(np.stack(frame["embedding"].tolist()), vectors)
+    assert frame["content_hash"].tolist() == written["content_hash"].to_pylist()
+
+    lazy = pl.read_parquet(demo)
+    assert lazy["id"].to_list() == ids
+    assert lazy.schema["embedding"] == pl.Array(pl.Float32, 384)
+    np.testing.assert_array_equal(lazy["embedding"].to_numpy(), vectors)
+
+    query = """
+        SELECT a.id, b.id, list_cosine_similarity(a.embedding, b.embedding) AS cosine
+        FROM read_parquet(?) a JOIN read_parquet(?) b ON a.id < b.id
+        WHERE a.duplicate_of IS NULL AND b.duplicate_of IS NULL ORDER BY cosine DESC LIMIT 1
+    """
+    with duckdb.connect() as connection:
+        first, second, cosine = connection.execute(query, [str(demo), str(demo)]).fetchall()[0]
+    assert (first, second) == ("photos/same-pixels.bmp", "photos/same-pixels.png")
+    assert cosine == pytest.approx(1, abs=1e-5)
+
+    dataset = datasets.load_dataset("parquet", data_files=str(demo), split="train", cache_dir=str(tmp_path))
+    dataset = dataset.with_format("numpy")
+    np.testing.assert_array_equal(np.stack([row["embedding"] for row in dataset]), vectors)
+    assert list(dataset["id"]) == ids
+
+    errors = demo.with_suffix(".errors.parquet")
+    assert pl.read_parquet(errors)["code"].to_list() == pd.read_parquet(errors)["code"].tolist()
+
+
+def test_provenance_says_where_it_comes_from(demo: Path) -> None:
+    facts = read_provenance(pq.read_schema(demo), "demo")
+    assert facts["counts"] == {
+        "rows": 27,
+        "embedded": 19,
+        "duplicates": 2,
+        "failed": 6,
+        "codes": {"truncated": 3, "corrupt": 1, "unsupported_format": 1, "empty": 1},
+        "skipped": {".txt": 1, ".json": 1},
+    }
+    assert facts["model"]["name"] == "dinov2-small"
+    assert len(facts["model"]["weights_sha256"]) == 64
+    assert set(facts["versions"]) >= {"vlmembed", "torch", "transformers", "pillow", "pyarrow", "python"}
+    recipe = EncodeConfig.from_toml(facts["recipe"])
+    assert "auto" not in (recipe.dtype, recipe.pool, recipe.resize, recipe.device)
+    assert (recipe.max_pixels, recipe.min_pixels, recipe.rows_per_part) == (50176, 50176, 1024)
+    assert read_provenance(pq.read_schema(demo.with_suffix(".errors.parquet")), "errors") == facts
+
+
+def test_inspect_counts_and_finds_the_nearest(demo: Path, tmp_path: Path) -> None:
+    found = inspect(demo)
+    assert (found.num_rows, found.width, found.num_duplicates, found.num_compared) == (21, 384, 2, 19)
+    assert found.codes == {"truncated": 3, "corrupt": 1, "unsupported_format": 1, "empty": 1}
+    assert [(pair.first, pair.second) for pair in found.nearest[:2]] == [
+        ("photos/same-pixels.bmp", "photos/same-pixels.png"),
+        ("photos/exif-rotated.jpg", "photos/rocket.jpg"),
+    ]
+    pq.write_table(pa.table({"a": [1]}), tmp_path / "other.parquet")
+    with pytest.raises(InputError, match="holds no vlmembed provenance"):
+        inspect(tmp_path / "other.parquet")
+
+
+def test_a_parquet_of_the_same_files_gives_identical_embeddings(demo: Path, tmp_path: Path) -> None:
+    names = [name for name in (*EMBEDDED, *DUPLICATES, *FAILED)]
+    names.sort(key=lambda key: key.split("/"))  # the folder's order, so that the packs are the same
+    images = [{"bytes": (SAMPLES / name).read_bytes(), "path": None} for name in names]
+    table = pa.table({"name": names, "image": images, "number": pa.array(range(len(names)), pa.int16())})
+    pq.write_table(table, tmp_path / "in.parquet", row_group_size=10)
+    run(tmp_path / "in.parquet", tmp_path / "out.parquet", id_column="name", keep_columns=("number",))
+    ours, theirs = embeddings_of(tmp_path / "out.parquet"), embeddings_of(demo)
+    assert set(ours) == set(theirs)
+    for key, vector in ours.items():
+        assert np.array_equal(vector, theirs[key]), key
+    kept = pq.read_table(tmp_path / "out.parquet", columns=["id", "number"])
+    assert kept.schema.field("number").type == pa.int16()
+    assert all(names[number] == key for key, number in zip(*kept.to_pydict().values(), strict=True))
+
+
+def many_pictures(folder: Path, count: int) -> Path:
+    """Small pictures; every tenth a copy of one 37 places earlier, every 25th broken."""
+    folder.mkdir()
+    generator = np.random.default_rng(0)
+    for row in range(count):
+        path = folder / f"{row:04}.png"
+        if row % 10 == 0 and row >= 37:
+            shutil.copy(folder / f"{row - 37:04}.png", path)
+        elif row % 25 == 0:
+            path.write_bytes(b"\x89PNG\r\n\x1a\n broken" + str(row).encode())
+        else:
+            height, width = generator.integers(5, 60, 2)
+            Image.fromarray(generator.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(path)
+    return folder
+
+
+def test_the_same_run_twice_writes_the_same_file(tmp_path: Path, tiny_model: Path) -> None:
+    folder = many_pictures(tmp_path / "in", 120)
+    settings = {"model": str(tiny_model), "rows_per_part": 25, "max_tokens_per_batch": 100}
+    first = run(folder, tmp_path / "a.parquet", **settings)
+    assert first.num_rows == first.num_embedded + first.num_duplicates + first.num_failed == 120
+    assert first.num_duplicates > 5
+    assert first.num_failed > 2
+    content = (tmp_path / "a.parquet").read_bytes()
+    run(folder, tmp_path / "a.parquet", **settings, overwrite=True)
+    assert (tmp_path / "a.parquet").read_bytes() == content
+    run(folder, tmp_path / "b.parquet", **settings, workers=3)
+    assert pq.read_table(tmp_path / "b.parquet").equals(pq.read_table(tmp_path / "a.parquet"))
+
+
+COMMAND = [sys.executable, "-m", "vlmembed", "encode"]
+
+
+def cli(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [*COMMAND, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environment)
+
+
+def test_ctrl_c_keeps_the_committed_parts_and_the_next_start_goes_on(tmp_path: Path, tiny_model: Path) -> None:
+    folder = many_pictures(tmp_path / "in", 3000)
+    settings = ["--model", tiny_model, "--rows-per-part", 50, "--max-tokens-per-batch", 100]
+    assert cli(folder, tmp_path / "whole.parquet", *settings, "--max-error-rate", 1).returncode == 0
+    process = subprocess.Popen([*COMMAND, *map(str, [folder, tmp_path / "out.parquet", *settings])], stderr=-1, text=True)
+    lines = tmp_path / "out.parquet.partial" / "parts.jsonl"
+    deadline = time.monotonic() + 60
+    while not (lines.exists() and lines.read_text().count("\n") >= 3):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted; what was committed is kept" in stderr
+    assert "Traceback" not in stderr
+    committed = lines.read_text().count("\n")
+    assert 3 <= committed < 60
+    assert not (tmp_path / "out.parquet").exists()
+
+    other = cli(folder, tmp_path / "out.parquet", *settings, "--pool", "mean")
+    assert other.returncode == 2
+    assert 'pool: "cls" there, "mean" now' in other.stderr
+    assert lines.read_text().count("\n") == committed
+
+    again = cli(folder, tmp_path / "out.parquet", *settings, "--max-error-rate", 1)
+    assert again.returncode == 0
+    assert f"{committed * 50:,} rows were committed by an earlier start" in again.stdout
+    assert pq.read_table(tmp_path / "out.parquet").equals(pq.read_table(tmp_path / "whole.parquet"))
+    assert not (tmp_path / "out.parquet.partial").exists()
+
+
+def test_exit_codes_and_what_is_said(tmp_path: Path, tiny_model: Path) -> None:
+    model = ["--model", tiny_model]
+    out = tmp_path / "out.parquet"
+    done = cli(SAMPLES, out, *model, "--max-error-rate", "0.5")
+    assert done.returncode == 0, done.stderr
+    assert "27 rows = 19 embedded + 2 duplicates + 6 failed" in done.stdout
+    assert "failed: 3 truncated, 1 " in done.stdout
+    assert "no pictures, skipped: 1 .txt, 1 .json" in done.stdout
+    assert "packing efficiency" in done.stdout
+    assert done.stderr == ""  # no terminal, no bar
+
+    again = cli(SAMPLES, out, *model)
+    assert again.returncode == 0
+    assert again.stdout.startswith(f"{out} is already complete: 27 rows = 19 embedded")
+
+    before = out.read_bytes()
+    refused = cli(SAMPLES, out, *model, "--resize", "official")
+    assert refused.returncode == 2
+    assert 'resize: "native" there, "official" now' in refused.stderr
+    assert "--overwrite" in refused.stderr
+    assert out.read_bytes() == before
+
+    too_many = cli(SAMPLES, out, *model, "--overwrite", "--max-error-rate", "0.2")
+    assert too_many.returncode == 3
+    assert "22.2% of the rows failed, more than --max-error-rate 20.0%" in too_many.stderr
+
+    nothing = cli(SAMPLES / "broken", tmp_path / "none.parquet", *model)
+    assert nothing.returncode == 1
+    assert "not one of 6 rows has an embedding (3 truncated" in nothing.stderr
+    assert not (tmp_path / "none.parquet").exists()
+    assert pq.read_table(tmp_path / "none.errors.parquet").num_rows == 6
+
+    first_failure = cli(SAMPLES, tmp_path / "f.parquet", *model, "--on-error", "fail")
+    assert first_failure.returncode == 1
+    assert "broken/flipped-byte.png: corrupt" in first_failure.stderr
+
+    for arguments, message in (
+        ([SAMPLES, tmp_path / "x.csv"], "does not end in .parquet"),
+        (["nowhere", out], "'nowhere' does not exist"),
+        ([SAMPLES, out, "--limit", "0"], "limit is 0; it must be 1 or more"),
+        ([SAMPLES, out, "--max-error-rate", "2"], "it is a share, 0 to 1"),
+        ([SAMPLES, out, "--device", "tpu"], "device 'tpu' is not known"),
+        ([SAMPLES, out, *model, "--max-tokens-per-batch", "3"], "one image can have 10 tokens"),
+        ([SAMPLES], "Missing argument"),
+        ([SAMPLES, out, "--resize", "stretch"], "'stretch' is not one of"),
+    ):
+        usage = cli(*arguments)
+        assert usage.returncode == 2, message
+        assert message in usage.stderr
+        assert "Traceback" not in usage.stderr
+
+
+def test_errors_of_the_library(tmp_path: Path, tiny_model: Path) -> None:
+    model = str(tiny_model)
+    (tmp_path / "other.parquet").write_text("not Parquet")
+    with pytest.raises(OutputError, match="exists and is no output of vlmembed"):
+        run(SAMPLES, tmp_path / "other.parquet", model=model)
+    with pytest.raises(ConfigError, match="--min-pixels and --max-pixels belong to --resize native"):
+        run(SAMPLES, tmp_path / "out.parquet", model=model, resize="official", max_pixels=99999)
+    with pytest.raises(RowFailedError):
+        run(SAMPLES, tmp_path / "out.parquet", model=model, on_error="fail")
+    with pytest.raises(NothingEmbeddedError):
+        run(SAMPLES / "broken", tmp_path / "none.parquet", model=model)
+
+
+def test_limit_and_max_source_pixels(tmp_path: Path, tiny_model: Path) -> None:
+    report = run(SAMPLES, tmp_path / "out.parquet", model=str(tiny_model), limit=9, max_source_pixels=20_000)
+    assert report.num_rows == 9
+    assert report.codes["too_large"] == 3  # broken/truncated, its copy, and café; drawings of 160 x 120 pass
+    assert len(inspect(tmp_path / "out.parquet").nearest) <= 3
+
+
+def test_growing_inputs_are_another_run(tmp_path: Path, tiny_model: Path) -> None:
+    shutil.copytree(SAMPLES / "drawings", tmp_path / "in")
+    run(tmp_path / "in", tmp_path / "out.parquet", model=str(tiny_model))
+    shutil.copy(SAMPLES / "photos" / "cat.jpg", tmp_path / "in")
+    with pytest.raises(OutputError, match=r"(?s)num_rows: 8 there, 9 now.*source_sha256"):
+        run(tmp_path / "in", tmp_path / "out.parquet", model=str(tiny_model))
+    report = run(tmp_path / "in", tmp_path / "out.parquet", model=str(tiny_model), overwrite=True)
+    assert report.num_rows == 9
+
+
+def test_the_output_may_lie_in_the_input(tmp_path: Path, tiny_model: Path) -> None:
+    shutil.copytree(SAMPLES / "drawings", tmp_path / "in")
+    first = run(tmp_path / "in", tmp_path / "in" / "out.parquet", model=str(tiny_model))
+    again = run(tmp_path / "in", tmp_path / "in" / "out.parquet", model=str(tiny_model))
+    assert again.already_complete
+    assert again.num_rows == first.num_rows

@@ -1,0 +1,269 @@
+"""Folders, files, globs and Parquet: which rows there are, what they are called, what they hold."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conftest import SAMPLES
+
+from vlmembed.config import EncodeConfig
+from vlmembed.errors import ConfigError, FailureCode, ImageError, InputError
+from vlmembed.sources import open_source
+from vlmembed.sources.folder import escape_name
+from vlmembed.sources.parquet import find_image_column
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+    from typing import Any
+
+    from vlmembed.sources.base import Source
+    from vlmembed.types import EncodedImage
+
+PNG = (SAMPLES / "drawings/one-pixel.png").read_bytes()
+JPEG = (SAMPLES / "photos/cat.jpg").read_bytes()
+
+
+_open_sources: list[Source] = []
+
+
+@pytest.fixture(autouse=True)
+def _close_sources() -> Iterator[None]:
+    yield
+    while _open_sources:
+        _open_sources.pop().close()
+
+
+def opened(*inputs: object, **settings: Any) -> Source:  # noqa: ANN401
+    source = open_source(EncodeConfig(inputs=tuple(map(str, inputs)), output="out.parquet", **settings))
+    _open_sources.append(source)
+    return source
+
+
+def rows_of(source: Source, start: int = 0) -> list[EncodedImage]:
+    rows = list(source.read(start))
+    assert [image.row for image in rows] == list(range(start, source.num_rows))
+    assert len({image.key for image in rows}) == len(rows)
+    return rows
+
+
+def keys_of(source: Source) -> list[str]:
+    return [image.key for image in rows_of(source)]
+
+
+def write(folder: Path, *names: str, content: bytes = PNG) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def test_a_folder_is_read_by_bytes_and_by_name(tmp_path: Path) -> None:
+    write(tmp_path, "b/a.jpg", "b/a.png", "c", "UPPER.JPG", "x.jfif", "y.tif", ".hidden.png", ".git/z.png")
+    write(tmp_path, "not-an-image.jpg", "readme.txt", "data.JSON", "LICENSE", content=b"Python is no PPM")
+    source = opened(tmp_path)
+    assert keys_of(source) == ["UPPER.JPG", "b/a.jpg", "b/a.png", "c", "not-an-image.jpg", "x.jfif", "y.tif"]
+    assert source.skipped == {"hidden": 2, ".txt": 1, ".json": 1, "no extension": 1}
+    assert keys_of(opened(tmp_path, recursive=False)) == ["UPPER.JPG", "c", "not-an-image.jpg", "x.jfif", "y.tif"]
+
+
+def test_contents_and_a_later_start(tmp_path: Path) -> None:
+    for index in range(50):
+        write(tmp_path, f"{index:02}.png", content=PNG + bytes([index]))
+    source = opened(tmp_path)
+    assert [image.content for image in rows_of(source)] == [PNG + bytes([index]) for index in range(50)]
+    assert [image.content for image in rows_of(source, start=47)] == [PNG + bytes([index]) for index in (47, 48, 49)]
+
+
+def test_links_pipes_and_locked_folders(tmp_path: Path) -> None:
+    write(tmp_path, "sub/a.png")
+    (tmp_path / "sub" / "up").symlink_to(tmp_path)
+    (tmp_path / "sub" / "self").symlink_to(tmp_path / "sub")
+    (tmp_path / "other").symlink_to(tmp_path / "sub")
+    (tmp_path / "broken.png").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "pipe.png")
+    source = opened(tmp_path)
+    rows = {image.key: image.content for image in rows_of(source)}
+    assert set(rows) == {"broken.png", "other/a.png", "sub/a.png"}
+    assert isinstance(rows["broken.png"], ImageError)
+    assert rows["broken.png"].code is FailureCode.MISSING
+    assert source.skipped["special file"] == 1
+    assert source.skipped["symlink loop"] == 4
+
+
+def test_a_file_that_goes_away_or_turns_into_a_pipe(tmp_path: Path) -> None:
+    write(tmp_path, "a.png", "b.png", "c.png")
+    source = opened(tmp_path)
+    (tmp_path / "a.png").unlink()
+    (tmp_path / "b.png").unlink()
+    os.mkfifo(tmp_path / "b.png")
+    contents = [image.content for image in rows_of(source)]
+    assert [each.code for each in contents[:2] if isinstance(each, ImageError)] == ["missing", "unreadable"]
+    assert contents[2] == PNG
+
+
+NAMES = [b"caf\xc3\xa9.png", b"caf\xe9.png", b"a\\xe9.png", b"a\xe9.png", b"new\nline.png", b'q"uote\'.png', b"%41.png"]
+
+
+def test_any_name_makes_a_different_valid_id(tmp_path: Path) -> None:
+    for name in NAMES:
+        with open(os.path.join(os.fsencode(tmp_path), name), "wb") as file:  # noqa: PTH118, PTH123  bytes
+            file.write(PNG)
+    rows = rows_of(opened(tmp_path))
+    assert len(rows) == len(NAMES)
+    assert all(image.content == PNG for image in rows)
+    keys = pa.array([image.key for image in rows], pa.string())
+    keys.validate(full=True)
+    assert {"café.png", "caf\\xe9.png", "a\\\\xe9.png", "a\\xe9.png", "new\nline.png", "%41.png"} < set(keys.to_pylist())
+    assert escape_name("plain/日本.png") == "plain/日本.png"
+
+
+def test_several_inputs_are_prefixed_as_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "a/x.png", "b/x.png", "b/sub/y.png", "z.png")
+    assert keys_of(opened("a", "b", "z.png")) == ["a/x.png", "b/sub/y.png", "b/x.png", "z.png"]
+    assert keys_of(opened("a/x.png")) == ["x.png"]
+    assert keys_of(opened("*/x.png")) == ["a/x.png", "b/x.png"]
+    assert keys_of(opened("**/*.png")) == ["a/x.png", "b/sub/y.png", "b/x.png", "z.png"]
+
+
+def test_inputs_that_overlap_or_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "a/x.png")
+    write(tmp_path, "empty/notes.txt", content=b"text")
+    with pytest.raises(InputError, match="input 'a/x.png' lies inside input 'a'"):
+        opened("a", "a/x.png")
+    with pytest.raises(InputError, match="inputs 'a' and './a/' are the same"):
+        opened("a", "./a/")
+    with pytest.raises(InputError, match="'nope' does not exist"):
+        opened("nope")
+    with pytest.raises(InputError, match=r"no file matches '\*.gif'"):
+        opened("*.gif")
+    with pytest.raises(InputError, match=r"no pictures in empty \(found and skipped: 1 .txt\)"):
+        opened("empty")
+
+
+def test_the_digest_changes_with_the_list(tmp_path: Path) -> None:
+    write(tmp_path, "a.png", "b.png")
+    first = opened(tmp_path).digest
+    assert opened(tmp_path).digest == first
+    write(tmp_path, "c.png")
+    grown = opened(tmp_path).digest
+    assert grown != first
+    os.utime(tmp_path / "c.png", ns=(1, 1))
+    assert opened(tmp_path).digest != grown
+
+
+def table(**columns: Any) -> pa.Table:  # noqa: ANN401
+    return pa.table(columns)
+
+
+COLUMNS = {
+    "bytes first": pa.array(
+        [{"bytes": PNG, "path": None}, {"bytes": JPEG, "path": "x"}, None],
+        pa.struct([("bytes", pa.binary()), ("path", pa.string())]),
+    ),
+    "path first": pa.array(
+        [{"path": None, "bytes": PNG}, {"path": "x", "bytes": JPEG}, {"path": None, "bytes": None}],
+        pa.struct([("path", pa.string()), ("bytes", pa.large_binary())]),
+    ),
+    "binary": pa.array([PNG, JPEG, None], pa.binary()),
+    "large_binary": pa.array([PNG, JPEG, None], pa.large_binary()),
+    "dictionary": pa.array([PNG, JPEG, None], pa.binary()).dictionary_encode(),
+}
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_image_columns_of_every_type(kind: str, tmp_path: Path) -> None:
+    pq.write_table(table(label=["a", "b", "c"], picture=COLUMNS[kind]), tmp_path / "t.parquet")
+    rows = rows_of(opened(tmp_path / "t.parquet"))
+    assert [image.key for image in rows] == ["t.parquet#0", "t.parquet#1", "t.parquet#2"]
+    assert [image.content for image in rows[:2]] == [PNG, JPEG]
+    assert isinstance(rows[2].content, ImageError)
+    assert rows[2].content.code is FailureCode.NULL
+
+
+def test_paths_are_relative_to_the_parquet_file(tmp_path: Path) -> None:
+    write(tmp_path, "sub/a.png")
+    for column in (pa.array(["a.png", "gone.png"]), pa.array([{"path": "a.png"}, {"path": "gone.png"}])):
+        pq.write_table(table(image=column), tmp_path / "sub" / "t.parquet")
+        first, second = rows_of(opened(tmp_path / "sub/t.parquet"))
+        assert first.content == PNG
+        assert isinstance(second.content, ImageError)
+        assert second.content.code is FailureCode.MISSING
+
+
+def test_a_folder_of_parquet_and_row_groups(tmp_path: Path) -> None:
+    for name, first in (("a.parquet", 0), ("sub/b.parquet", 7)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        images = [PNG + bytes([first + index]) for index in range(7)]
+        pq.write_table(table(image=images, n=range(first, first + 7)), tmp_path / name, row_group_size=3)
+    write(tmp_path, "_metadata.parquet", content=b"PAR1 no row of ours")
+    source = opened(tmp_path, keep_columns=("n",))
+    rows = rows_of(source)
+    assert [image.content for image in rows] == [PNG + bytes([index]) for index in range(14)]
+    assert rows[8].key == "sub/b.parquet#1"
+    assert [image.columns.to_pylist() for image in rows if image.columns] == [[{"n": index}] for index in range(14)]
+    assert [image.row for image in source.read(9)] == [9, 10, 11, 12, 13]
+    assert source.kept_schema.names == ["n"]
+
+
+def test_parquet_beside_pictures_is_counted_not_read(tmp_path: Path) -> None:
+    write(tmp_path, "a.png")
+    pq.write_table(table(image=[PNG]), tmp_path / "t.parquet")
+    source = opened(tmp_path)
+    assert keys_of(source) == ["a.png"]
+    assert source.skipped == {".parquet": 1}
+    mixed = opened(tmp_path / "t.parquet", tmp_path / "a.png", SAMPLES / "drawings")
+    assert [image.row for image in mixed.read(1)] == list(range(1, mixed.num_rows))
+    assert rows_of(mixed)[0].key.endswith("t.parquet#0")
+
+
+def test_id_columns(tmp_path: Path) -> None:
+    pq.write_table(table(image=[PNG, JPEG], uid=[7, 8], same=["x", "x"], holes=["a", None]), tmp_path / "t.parquet")
+    assert keys_of(opened(tmp_path / "t.parquet", id_column="uid")) == ["7", "8"]
+    with pytest.raises(InputError, match="--id-column 'same' repeats an id.*the first is 'x'"):
+        opened(tmp_path / "t.parquet", id_column="same")
+    with pytest.raises(InputError, match="--id-column 'holes' of t.parquet holds nulls"):
+        opened(tmp_path / "t.parquet", id_column="holes")
+    pq.write_table(table(image=[PNG], uid=[8]), tmp_path / "u.parquet")
+    with pytest.raises(InputError, match=r"repeats an id, in u.parquet; the first is '8'"):
+        opened(tmp_path, id_column="uid")
+
+
+def test_columns_that_cannot_be_found(tmp_path: Path) -> None:
+    both = table(left=[PNG], right=[PNG])
+    with pytest.raises(InputError, match=r"t has 2 columns that could hold images \(left, right\)"):
+        find_image_column(both.schema, "t")
+    assert find_image_column(table(thumb=[PNG], image=[PNG]).schema, "t") == "image"
+    with pytest.raises(InputError, match="no image column among n"):
+        find_image_column(table(n=[1]).schema, "t")
+    pq.write_table(table(image=[PNG], n=[1]), tmp_path / "t.parquet")
+    with pytest.raises(InputError, match="t.parquet has no column 'x'; it has image, n"):
+        opened(tmp_path / "t.parquet", keep_columns=("x",))
+    with pytest.raises(InputError, match="column 'n' of t.parquet has type int64"):
+        opened(tmp_path / "t.parquet", image_column="n")
+    pq.write_table(table(image=["path.png"], n=[1]), tmp_path / "u.parquet")
+    with pytest.raises(InputError, match=r"u.parquet: column 'image' is string, and binary in t.parquet"):
+        opened(tmp_path)
+    with pytest.raises(ConfigError, match="--id-column is for Parquet inputs only"):
+        opened(SAMPLES, id_column="n")
+
+
+def test_broken_parquet(tmp_path: Path) -> None:
+    pq.write_table(table(image=[PNG * 3000 + bytes([n]) for n in range(40)]), tmp_path / "t.parquet", row_group_size=10)
+    content = bytearray((tmp_path / "t.parquet").read_bytes())
+    (tmp_path / "cut.parquet").write_bytes(content[:-100])
+    with pytest.raises(InputError, match=r"cut.parquet cannot be read as Parquet"):
+        opened(tmp_path / "cut.parquet")
+    column = pq.read_metadata(tmp_path / "t.parquet").row_group(1).column(0)
+    begin = column.dictionary_page_offset or column.data_page_offset
+    content[begin : begin + 200] = bytes(200)
+    (tmp_path / "t.parquet").write_bytes(content)
+    rows = rows_of(opened(tmp_path / "t.parquet"))
+    failed = [image.row for image in rows if isinstance(image.content, ImageError)]
+    assert failed == list(range(10, 20))
+    assert {image.content.code for image in rows if isinstance(image.content, ImageError)} == {"unreadable"}

