@@ -72,9 +72,7 @@ def make_rule(
 ) -> ResizeRule:
     """A resize rule; by default each picture fills the tower's own area."""
     area = max_pixels or layout.native_pixels
-    return ResizeRule(
-        mode=mode, layout=layout, min_pixels=min_pixels or area, max_pixels=area, max_source_pixels=10**8
-    )
+    return ResizeRule(mode=mode, layout=layout, min_pixels=min_pixels or area, max_pixels=area, max_source_pixels=10**8)
 
 
 def noise(height: int, width: int, seed: int) -> Image.Image:

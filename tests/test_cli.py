@@ -43,7 +43,9 @@ def test_light_commands_do_not_load_torch(arguments: list[str]) -> None:
 
 
 def test_inspect_does_not_load_torch(tmp_path: Path, tiny_model: Path) -> None:
-    config = EncodeConfig(inputs=(str(SAMPLES / "drawings"),), output=str(tmp_path / "o.parquet"), model=str(tiny_model))
+    config = EncodeConfig(
+        inputs=(str(SAMPLES / "drawings"),), output=str(tmp_path / "o.parquet"), model=str(tiny_model)
+    )
     vlmembed.encode(config)
     script = LIGHT.format(arguments=["inspect", str(tmp_path / "o.parquet")])
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

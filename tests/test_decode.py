@@ -102,9 +102,9 @@ def test_32_bit_and_float_samples() -> None:
     assert pixels(saved(Image.fromarray(np.array([[0, 65535]], np.int32)), "TIFF"))[0, :, 0].tolist() == [0, 255]
     large = Image.fromarray(np.array([[0, 2**30, 2**31 - 1]], np.int32))
     assert pixels(saved(large, "TIFF"))[0, :, 0].tolist() == [0, 128, 255]
-    assert pixels(saved(Image.fromarray(np.float32([[0, 0.5, 1]])), "TIFF"))[0, :, 0].tolist() == [0, 128, 255]
-    assert pixels(saved(Image.fromarray(np.float32([[0, 99.6, 300]])), "TIFF"))[0, :, 0].tolist() == [0, 100, 255]
-    assert code_of(saved(Image.fromarray(np.float32([[0, np.nan]])), "TIFF")) is FailureCode.CORRUPT
+    assert pixels(saved(Image.fromarray(np.array([[0, 0.5, 1]], np.float32)), "TIFF"))[0, :, 0].tolist() == [0, 128, 255]
+    assert pixels(saved(Image.fromarray(np.array([[0, 99.6, 300]], np.float32)), "TIFF"))[0, :, 0].tolist() == [0, 100, 255]
+    assert code_of(saved(Image.fromarray(np.array([[0, np.nan]], np.float32)), "TIFF")) is FailureCode.CORRUPT
 
 
 def test_cmyk_is_converted() -> None:

@@ -187,8 +187,8 @@ def test_inspect_counts_and_finds_the_nearest(demo: Path, tmp_path: Path) -> Non
 
 
 def test_a_parquet_of_the_same_files_gives_identical_embeddings(demo: Path, tmp_path: Path) -> None:
-    names = [name for name in (*EMBEDDED, *DUPLICATES, *FAILED)]
-    names.sort(key=lambda key: key.split("/"))  # the folder's order, so that the packs are the same
+    # the folder's order, so that the packs are the same
+    names = sorted([*EMBEDDED, *DUPLICATES, *FAILED], key=lambda key: key.split("/"))
     images = [{"bytes": (SAMPLES / name).read_bytes(), "path": None} for name in names]
     table = pa.table({"name": names, "image": images, "number": pa.array(range(len(names)), pa.int16())})
     pq.write_table(table, tmp_path / "in.parquet", row_group_size=10)
@@ -244,7 +244,9 @@ def test_ctrl_c_keeps_the_committed_parts_and_the_next_start_goes_on(tmp_path: P
     folder = many_pictures(tmp_path / "in", 3000)
     settings = ["--model", tiny_model, "--rows-per-part", 50, "--max-tokens-per-batch", 100]
     assert cli(folder, tmp_path / "whole.parquet", *settings, "--max-error-rate", 1).returncode == 0
-    process = subprocess.Popen([*COMMAND, *map(str, [folder, tmp_path / "out.parquet", *settings])], stderr=-1, text=True)
+    process = subprocess.Popen(
+        [*COMMAND, *map(str, [folder, tmp_path / "out.parquet", *settings])], stderr=-1, text=True
+    )
     lines = tmp_path / "out.parquet.partial" / "parts.jsonl"
     deadline = time.monotonic() + 60
     while not (lines.exists() and lines.read_text().count("\n") >= 3):

@@ -52,7 +52,7 @@ def test_interpolation_is_transformers_own() -> None:
 def test_identity_taps_are_exact() -> None:
     taps, weights = bicubic_taps(37, 37)
     np.testing.assert_array_equal(taps[:, 1], np.arange(37))
-    np.testing.assert_array_equal(weights, np.tile(np.float32([0, 1, 0, 0]), (37, 1)))
+    np.testing.assert_array_equal(weights, np.tile(np.array([0, 1, 0, 0], np.float32), (37, 1)))
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_patches_times_the_flattened_weight_is_the_convolution() -> None:
     convolution = torch.nn.Conv2d(3, 5, kernel_size=14, stride=14)
     expected = convolution(torch.from_numpy(image.transpose(2, 0, 1).astype(np.float32))[None])[0].flatten(1).T
     patches = torch.from_numpy(patchify(image, 14)).float()
-    found = patches @ convolution.weight.flatten(1).T + convolution.bias
+    found = torch.nn.functional.linear(patches, convolution.weight.flatten(1), convolution.bias)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-3)
 
 

@@ -105,7 +105,7 @@ def test_a_file_that_goes_away_or_turns_into_a_pipe(tmp_path: Path) -> None:
     assert contents[2] == PNG
 
 
-NAMES = [b"caf\xc3\xa9.png", b"caf\xe9.png", b"a\\xe9.png", b"a\xe9.png", b"new\nline.png", b'q"uote\'.png', b"%41.png"]
+NAMES = [b"caf\xc3\xa9.png", b"caf\xe9.png", b"a\\xe9.png", b"a\xe9.png", b"new\nline.png", b"q\"uote'.png", b"%41.png"]
 
 
 def test_any_name_makes_a_different_valid_id(tmp_path: Path) -> None:
@@ -117,7 +117,9 @@ def test_any_name_makes_a_different_valid_id(tmp_path: Path) -> None:
     assert all(image.content == PNG for image in rows)
     keys = pa.array([image.key for image in rows], pa.string())
     keys.validate(full=True)
-    assert {"café.png", "caf\\xe9.png", "a\\\\xe9.png", "a\\xe9.png", "new\nline.png", "%41.png"} < set(keys.to_pylist())
+    assert {"café.png", "caf\\xe9.png", "a\\\\xe9.png", "a\\xe9.png", "new\nline.png", "%41.png"} < set(
+        keys.to_pylist()
+    )
     assert escape_name("plain/日本.png") == "plain/日本.png"
 
 
@@ -134,9 +136,9 @@ def test_inputs_that_overlap_or_are_not_there(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "a/x.png")
     write(tmp_path, "empty/notes.txt", content=b"text")
-    with pytest.raises(InputError, match="input 'a/x.png' lies inside input 'a'"):
+    with pytest.raises(InputError, match=r"input 'a/x.png' lies inside input 'a'"):
         opened("a", "a/x.png")
-    with pytest.raises(InputError, match="inputs 'a' and './a/' are the same"):
+    with pytest.raises(InputError, match=r"inputs 'a' and './a/' are the same"):
         opened("a", "./a/")
     with pytest.raises(InputError, match="'nope' does not exist"):
         opened("nope")
@@ -225,9 +227,9 @@ def test_parquet_beside_pictures_is_counted_not_read(tmp_path: Path) -> None:
 def test_id_columns(tmp_path: Path) -> None:
     pq.write_table(table(image=[PNG, JPEG], uid=[7, 8], same=["x", "x"], holes=["a", None]), tmp_path / "t.parquet")
     assert keys_of(opened(tmp_path / "t.parquet", id_column="uid")) == ["7", "8"]
-    with pytest.raises(InputError, match="--id-column 'same' repeats an id.*the first is 'x'"):
+    with pytest.raises(InputError, match=r"--id-column 'same' repeats an id.*the first is 'x'"):
         opened(tmp_path / "t.parquet", id_column="same")
-    with pytest.raises(InputError, match="--id-column 'holes' of t.parquet holds nulls"):
+    with pytest.raises(InputError, match=r"--id-column 'holes' of t.parquet holds nulls"):
         opened(tmp_path / "t.parquet", id_column="holes")
     pq.write_table(table(image=[PNG], uid=[8]), tmp_path / "u.parquet")
     with pytest.raises(InputError, match=r"repeats an id, in u.parquet; the first is '8'"):
@@ -242,9 +244,9 @@ def test_columns_that_cannot_be_found(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no image column among n"):
         find_image_column(table(n=[1]).schema, "t")
     pq.write_table(table(image=[PNG], n=[1]), tmp_path / "t.parquet")
-    with pytest.raises(InputError, match="t.parquet has no column 'x'; it has image, n"):
+    with pytest.raises(InputError, match=r"t.parquet has no column 'x'; it has image, n"):
         opened(tmp_path / "t.parquet", keep_columns=("x",))
-    with pytest.raises(InputError, match="column 'n' of t.parquet has type int64"):
+    with pytest.raises(InputError, match=r"column 'n' of t.parquet has type int64"):
         opened(tmp_path / "t.parquet", image_column="n")
     pq.write_table(table(image=["path.png"], n=[1]), tmp_path / "u.parquet")
     with pytest.raises(InputError, match=r"u.parquet: column 'image' is string, and binary in t.parquet"):

@@ -41,7 +41,7 @@ MIXED_SIZES = [(300, 200), (64, 64), (500, 480), (10, 400), (333, 77), (1, 1), (
 
 def embed(tower: DenseTower, batch: PackedBatch, pool: str = "cls") -> torch.Tensor:
     with torch.inference_mode():
-        return tower(torch.from_numpy(batch.patches), DeviceMetadata.from_host(batch.metadata, CPU), pool=pool)
+        return tower.forward(torch.from_numpy(batch.patches), DeviceMetadata.from_host(batch.metadata, CPU), pool=pool)
 
 
 def mixed_images() -> list[Image]:
@@ -60,7 +60,9 @@ def readable_samples() -> list[tuple[str, Image]]:
     return found
 
 
-def test_official_is_automodel_on_every_sample(tower: DenseTower, builtin_folder: Path, pack_images: PackImages) -> None:
+def test_official_is_automodel_on_every_sample(
+    tower: DenseTower, builtin_folder: Path, pack_images: PackImages
+) -> None:
     model = AutoModel.from_pretrained(builtin_folder).eval()
     processor = AutoImageProcessor.from_pretrained(builtin_folder)
     names, images = zip(*readable_samples(), strict=True)
@@ -100,7 +102,9 @@ def test_a_pack_equals_its_images_alone(tower: DenseTower, pack_images: PackImag
     assert relative.max() <= 1e-4
 
 
-def test_a_pack_equals_its_images_alone_in_bf16(builtin_folder: Path, tower: DenseTower, pack_images: PackImages) -> None:
+def test_a_pack_equals_its_images_alone_in_bf16(
+    builtin_folder: Path, tower: DenseTower, pack_images: PackImages
+) -> None:
     half = load_tower(str(builtin_folder), dtype=torch.bfloat16, device=CPU)
     rule = make_rule(tower.layout, max_pixels=100 * 196)
     packed = embed(half, pack_images(mixed_images(), rule))
@@ -263,5 +267,5 @@ def test_checkpoints_that_do_not_fit_are_refused(tiny_model: Path, tmp_path: Pat
         with pytest.raises(ModelError, match=message):
             load_tower(folder(name, content, **changes), dtype=torch.float32, device=CPU)
     (tmp_path / "cut" / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match="no .safetensors file; pickle checkpoints are not read"):
+    with pytest.raises(ModelError, match=r"no .safetensors file; pickle checkpoints are not read"):
         load_tower(str(tmp_path / "cut"), dtype=torch.float32, device=CPU)

@@ -117,7 +117,15 @@ def main() -> None:
             for side in ("vlmembed, official", "vlmembed, native")
             for base in {best, "plain, batch 32"}
         }
-        command = [sys.executable, "-m", "vlmembed", "encode", str(photos[0]), str(scratch / "one.parquet"), "--overwrite"]
+        command = [
+            sys.executable,
+            "-m",
+            "vlmembed",
+            "encode",
+            str(photos[0]),
+            str(scratch / "one.parquet"),
+            "--overwrite",
+        ]
         script = [sys.executable, __file__, "--one", str(photos[0])]
         figures = {
             "photos": len(photos),
