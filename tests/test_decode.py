@@ -98,12 +98,21 @@ def test_16_bit_is_scaled_not_clipped() -> None:
     assert len(np.unique(sample)) == 256
 
 
-def test_32_bit_and_float_samples() -> None:
-    assert pixels(saved(Image.fromarray(np.array([[0, 65535]], np.int32)), "TIFF"))[0, :, 0].tolist() == [0, 255]
-    large = Image.fromarray(np.array([[0, 2**30, 2**31 - 1]], np.int32))
-    assert pixels(saved(large, "TIFF"))[0, :, 0].tolist() == [0, 128, 255]
-    assert pixels(saved(Image.fromarray(np.array([[0, 0.5, 1]], np.float32)), "TIFF"))[0, :, 0].tolist() == [0, 128, 255]
-    assert pixels(saved(Image.fromarray(np.array([[0, 99.6, 300]], np.float32)), "TIFF"))[0, :, 0].tolist() == [0, 100, 255]
+@pytest.mark.parametrize(
+    ("samples", "dtype", "expected"),
+    [
+        ([0, 65535], np.int32, [0, 255]),
+        ([0, 2**30, 2**31 - 1], np.int32, [0, 128, 255]),
+        ([0, 0.5, 1], np.float32, [0, 128, 255]),
+        ([0, 99.6, 300], np.float32, [0, 100, 255]),
+    ],
+)
+def test_32_bit_and_float_samples(samples: list[float], dtype: type, expected: list[int]) -> None:
+    content = saved(Image.fromarray(np.array([samples], dtype)), "TIFF")
+    assert pixels(content)[0, :, 0].tolist() == expected
+
+
+def test_samples_that_are_no_numbers() -> None:
     assert code_of(saved(Image.fromarray(np.array([[0, np.nan]], np.float32)), "TIFF")) is FailureCode.CORRUPT
 
 
