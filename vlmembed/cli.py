@@ -222,3 +222,6 @@ def main() -> None:
     except VlmembedError as error:
         click.echo(f"vlmembed: {error}", err=True)
         sys.exit(EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED)
+    except OSError as error:  # a full disk, a folder that went away: whatever was committed is kept
+        click.echo(f"vlmembed: {error}", err=True)
+        sys.exit(EXIT_FAILED)

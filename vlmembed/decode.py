@@ -20,12 +20,7 @@ import PIL
 from PIL import Image, UnidentifiedImageError
 
 from vlmembed.errors import FailureCode, ImageError
-from vlmembed.formats import SNIFF_BYTES, sniff_format
-
-try:
-    import pillow_heif
-except ImportError:  # the `heif` extra
-    pillow_heif = None
+from vlmembed.formats import SNIFF_BYTES, readable_formats, sniff_format
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,7 +44,11 @@ _16_BIT_MODES = {"I;16": "<u2", "I;16L": "<u2", "I;16B": ">u2", "I;16N": "=u2"}
 _ENDS_EARLY = ("eoferror", "truncated", "unexpected end", "end of file", "not enough image data")
 """Words of Pillow's plugins for a file that stops before its picture does, in lower case."""
 
+_NOT_SUPPORTED = ("unsupported", "not supported", "unknown compression", "cannot find loader")
+"""Words for a file that is whole, of a kind that Pillow knows and cannot decode."""
+
 _limit_lock = threading.Lock()
+_limit_saved: list[int | None] = []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,15 +71,18 @@ class DecodedImage:
 
 @contextmanager
 def own_pixel_limit() -> Iterator[None]:
-    """Switch Pillow's own size limit off, so that ``max_source_pixels`` alone decides, and restore it at the end."""
+    """Switch Pillow's own size limit off, so that ``max_source_pixels`` alone decides, and restore it at the end.
+
+    The limit is global to the process: it is restored when the last of several concurrent runs ends.
+    """
     with _limit_lock:
-        saved, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
-        if pillow_heif is not None:
-            pillow_heif.register_heif_opener()
-        try:
-            yield
-        finally:
-            Image.MAX_IMAGE_PIXELS = saved
+        _limit_saved.append(Image.MAX_IMAGE_PIXELS)
+        Image.MAX_IMAGE_PIXELS = None
+    try:
+        yield
+    finally:
+        with _limit_lock:
+            Image.MAX_IMAGE_PIXELS = _limit_saved.pop()  # only the first entry is not None
 
 
 def decode(content: bytes, *, max_source_pixels: int) -> DecodedImage:
@@ -117,10 +119,10 @@ def decode(content: bytes, *, max_source_pixels: int) -> DecodedImage:
 
 def _open(content: bytes) -> Image.Image:
     try:
-        return Image.open(io.BytesIO(content))
+        return Image.open(io.BytesIO(content), formats=readable_formats())
     except UnidentifiedImageError as error:
         name = sniff_format(content[:SNIFF_BYTES])
-        if name == "HEIF" and pillow_heif is None:
+        if name == "HEIF" and name not in readable_formats():
             msg = "HEIC needs the heif extra: pip install pillow-heif"
             raise ImageError(FailureCode.UNSUPPORTED_FORMAT, msg) from error
         if name is None:
@@ -134,7 +136,9 @@ def _open(content: bytes) -> Image.Image:
 
 
 def _broken(content: bytes, message: str) -> ImageError:
-    """Tell a file that ends too early from one that is wrong inside."""
+    """Tell a file that ends too early, or that Pillow cannot read, from one that is wrong inside."""
+    if any(phrase in message.lower() for phrase in _NOT_SUPPORTED):
+        return ImageError(FailureCode.UNSUPPORTED_FORMAT, message)
     ends_early = any(phrase in message.lower() for phrase in _ENDS_EARLY)
     if sniff_format(content[:SNIFF_BYTES]) == "WEBP":  # libwebp does not say; the RIFF header does
         ends_early = ends_early or int.from_bytes(content[4:8], "little") + 8 > len(content)

@@ -6,7 +6,14 @@ nothing else shares are listed here.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from PIL import Image
+
+try:
+    import pillow_heif
+except ImportError:  # the `heif` extra
+    pillow_heif = None
 
 SNIFF_BYTES = 32
 """How many leading bytes `sniff_format` needs."""
@@ -35,9 +42,9 @@ _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
     (0, b"icns", "ICNS"),
 )
 
-_EXTENSIONS_WITHOUT_PIXELS = frozenset(
-    {".bufr", ".emf", ".eps", ".fit", ".fits", ".grib", ".h5", ".hdf", ".mpeg", ".mpg", ".pdf", ".ps", ".wmf"}
-)
+_FORMATS_NOT_READ = frozenset({"BUFR", "EPS", "FITS", "GRIB", "HDF5", "MPEG", "WMF"})
+"""EPS is a program, run by Ghostscript; the others hold no picture, or none that Pillow alone can decode."""
+
 _EXTENSIONS_BESIDE_PILLOWS = frozenset({".avif", ".heic", ".heif", ".jfif", ".jxl", ".webp"})
 
 
@@ -54,8 +61,18 @@ def sniff_format(head: bytes) -> str | None:
     return None
 
 
+@lru_cache(maxsize=1)
+def readable_formats() -> tuple[str, ...]:
+    """Pillow's names of the formats that are decoded; HEIF among them where the `heif` extra is installed."""
+    Image.init()
+    if pillow_heif is not None:
+        pillow_heif.register_heif_opener()
+    return tuple(sorted(set(Image.OPEN) - _FORMATS_NOT_READ))
+
+
+@lru_cache(maxsize=1)
 def picture_extensions() -> frozenset[str]:
     """File extensions, lower case with the dot, that promise a picture."""
-    Image.init()
-    openable = {extension for extension, name in Image.EXTENSION.items() if name in Image.OPEN}
-    return frozenset(openable - _EXTENSIONS_WITHOUT_PIXELS | _EXTENSIONS_BESIDE_PILLOWS)
+    formats = frozenset(readable_formats())
+    openable = {extension for extension, name in Image.EXTENSION.items() if name in formats}
+    return frozenset(openable | _EXTENSIONS_BESIDE_PILLOWS)

@@ -68,6 +68,9 @@ def inspect(path: Path, *, num_pairs: int = 3) -> Inspection:
         raise InputError(msg) from error
     with file:
         provenance = read_provenance(file.schema_arrow, str(path))
+        if "embedding" not in file.schema_arrow.names:
+            msg = f"{path} holds rows that failed, not embeddings: inspect the output it lies beside"
+            raise InputError(msg)
         num_duplicates = 0
         ids: list[str] = []
         embeddings: list[Float32Array] = []

@@ -113,6 +113,7 @@ class PartStore:
         self._rows = lru_cache(maxsize=64)(self._read_rows)
         self._failures = lru_cache(maxsize=16)(self._read_failures)
         self._group = lru_cache(maxsize=16)(self._read_group)
+        _drop_cut_line(self._folder / "parts.jsonl")
         self.records = _read_records(self._folder)
 
     @property
@@ -288,16 +289,22 @@ def _read_records(folder: Path) -> list[PartRecord]:
     path = folder / "parts.jsonl"
     if not path.exists():
         return []
-    *lines, rest = path.read_text(encoding="utf-8").split("\n")
-    if rest:  # a crash cut the last line: its part does not count, and must not join the next line
-        with path.open("r+b") as file:
-            file.truncate(path.stat().st_size - len(rest.encode()))
-            os.fsync(file.fileno())
+    *lines, _cut_by_a_crash = path.read_text(encoding="utf-8").split("\n")
     return [PartRecord(**json.loads(line)) for line in lines]
 
 
+def _drop_cut_line(path: Path) -> None:
+    """A crash can cut the last line: its part does not count, and the next line must not join it."""
+    content = path.read_bytes() if path.exists() else b""
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        with path.open("r+b") as file:
+            file.truncate(whole)
+            os.fsync(file.fileno())
+
+
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Whose parts a partial folder holds, or None where there are none.
+    """Whose parts a partial folder holds, or None where it holds none.
 
     Raises:
         OutputError: a folder of that name which no run of vlmembed made.
@@ -315,7 +322,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         msg = f"{folder / 'manifest.json'} is damaged ({error}): start anew with --overwrite"
         raise OutputError(msg) from error
     assert isinstance(manifest, dict)
-    return manifest
+    return manifest if _read_records(folder) else None
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
@@ -335,8 +342,15 @@ def lock(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / "lock", timeout=0):
-            yield
+        held = FileLock(folder / "lock", timeout=0)
+        held.acquire()
     except Timeout as error:
         msg = f"another process is writing to {folder}: wait for it, or choose another output"
         raise OutputError(msg) from error
+    except OSError as error:
+        msg = f"cannot write to {folder} ({error}): make the folder writable, or choose another output"
+        raise OutputError(msg) from error
+    try:
+        yield
+    finally:
+        held.release()

@@ -47,7 +47,8 @@ class Pipeline:
 
     Attributes:
         packing: what the packer did.
-        num_encoded, num_rows_read: images encoded by this process; rows read, those of an earlier start included.
+        num_encoded, num_tokens: images and tokens encoded by this process.
+        num_rows_read: rows read, those of an earlier start included.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Pipeline:
         self._errors: list[BaseException] = []
         self.packing = PackingStats(config.max_tokens_per_batch)
         self.num_encoded = 0
+        self.num_tokens = 0
         self.num_rows_read = 0
 
     @property
@@ -94,8 +96,8 @@ class Pipeline:
         """
         self.num_rows_read = start
         threads = [
-            threading.Thread(target=self._guard, args=(self._read, start, num_rows), name="reader"),
-            threading.Thread(target=self._guard, args=(self._write,), name="writer"),
+            threading.Thread(target=self._guard, args=(self._read, start, num_rows), name="reader", daemon=True),
+            threading.Thread(target=self._guard, args=(self._write,), name="writer", daemon=True),
         ]
         with self._joined(threads):
             self._encode(bar)
@@ -218,10 +220,11 @@ class Pipeline:
                 result = self._encoder.encode(batch)
             self._events.put(result)
             self.num_encoded += len(batch.rows)
+            self.num_tokens += batch.num_tokens
             seconds = time.perf_counter() - began
             bar.note(
                 num_encoded=self.num_encoded,
-                num_tokens=self.packing.num_tokens,
+                num_tokens=self.num_tokens,
                 seconds=seconds,
                 slowest=self._clock.busiest(self.stage_threads, seconds)[0],
             )

@@ -131,6 +131,9 @@ def encode(config: EncodeConfig, *, progress: bool = False) -> RunReport:
                 return _complete_report(paths, earlier)
         stack.enter_context(lock(paths.partial))
         if earlier is None:
+            if not config.overwrite and _earlier(paths) is not None:
+                msg = f"another process has just written to {paths.output}: run the command again to see what it left"
+                raise OutputError(msg)
             write_manifest(paths.partial, facts)
         return _run(plan, facts, began=began, progress=progress)
 
@@ -257,7 +260,7 @@ def _run(plan: _Plan, facts: dict[str, Any], *, began: float, progress: bool) ->
         already_complete=False,
         num_resumed=start,
         num_encoded=pipeline.num_encoded,
-        num_tokens=pipeline.packing.num_tokens,
+        num_tokens=pipeline.num_tokens,
         num_packs=pipeline.packing.num_packs,
         packing_efficiency=pipeline.packing.efficiency,
         setup_seconds=ready - began,

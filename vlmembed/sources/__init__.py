@@ -152,16 +152,20 @@ def _expand(name: str) -> list[str]:
 
 
 def _check_overlap(inputs: Sequence[str]) -> None:
-    """No file may be read twice under two ids because two inputs cover it."""
-    seen: dict[str, str] = {}
-    for name in inputs:
-        real = os.path.realpath(name)
-        if real in seen:
-            msg = f"inputs {seen[real]!r} and {name!r} are the same: name it once"
-            raise InputError(msg)
-        seen[real] = name
-    for real, name in seen.items():
-        for parent in Path(real).parents:
-            if str(parent) in seen:
-                msg = f"input {name!r} lies inside input {seen[str(parent)]!r}: name the outer one only"
+    """No file may be read twice, and no id come twice, because two inputs cover it.
+
+    Judged by where the inputs really lie, and by what they are called: a link inside one input may be another input.
+    """
+    for resolve in (os.path.realpath, os.path.abspath):
+        seen: dict[str, str] = {}
+        for name in inputs:
+            path = resolve(name)
+            if path in seen:
+                msg = f"inputs {seen[path]!r} and {name!r} are the same: name it once"
                 raise InputError(msg)
+            seen[path] = name
+        for path, name in seen.items():
+            for parent in Path(path).parents:
+                if str(parent) in seen:
+                    msg = f"input {name!r} lies inside input {seen[str(parent)]!r}: name the outer one only"
+                    raise InputError(msg)
