@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from vlmembed.errors import AccountingError, ConfigError, FailureCode, OutputError, RowFailedError
-from vlmembed.parts import OutputPaths, PartRecord, PartStore, lock, read_manifest, write_manifest
+from vlmembed.output import OutputPaths, lock, read_manifest, write_manifest
+from vlmembed.parts import PartRecord, PartStore, read_records
 from vlmembed.schema import output_schema, read_provenance
 from vlmembed.types import EmbeddingBatch, Failure, ImageRef
 from vlmembed.writer import Writer
@@ -180,11 +181,12 @@ def test_manifests(tmp_path: Path) -> None:
     folder.mkdir()
     assert read_manifest(folder) is None
     write_manifest(folder, {"a": 1})
-    assert read_manifest(folder) is None  # a run that committed nothing binds nobody
+    assert read_manifest(folder) == {"a": 1}
+    assert read_records(folder) == []
     (folder / "part-000000.parquet").touch()
     record = PartRecord(number=0, first_row=0, num_rows=1, num_embedded=1, num_duplicates=0, num_failed=0)
-    (folder / "parts.jsonl").write_text(json.dumps(asdict(record)) + "\n")
-    assert read_manifest(folder) == {"a": 1}
+    (folder / "parts.jsonl").write_text(json.dumps(asdict(record)) + "\n{cut")
+    assert read_records(folder) == [record]
     write_manifest(folder, {"a": 2})
     assert sorted(path.name for path in folder.iterdir()) == ["manifest.json"]
     (folder / "manifest.json").write_text("{")

@@ -15,12 +15,13 @@ from vlmembed.config import EncodeConfig
 from vlmembed.errors import VlmembedError
 
 if TYPE_CHECKING:
-    from vlmembed.run import RunReport, encode
+    from vlmembed.report import RunReport
+    from vlmembed.run import encode
     from vlmembed.towers import load_tower
 
 __all__ = ["EncodeConfig", "RunReport", "VlmembedError", "encode", "load_tower"]
 
-_HOMES = {"RunReport": "vlmembed.run", "encode": "vlmembed.run", "load_tower": "vlmembed.towers"}
+_HOMES = {"RunReport": "vlmembed.report", "encode": "vlmembed.run", "load_tower": "vlmembed.towers"}
 
 
 def __getattr__(name: str) -> object:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vlmembed.inspect import Inspection
-    from vlmembed.run import RunReport
+    from vlmembed.report import RunReport
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -102,9 +102,12 @@ def encode(*, no_progress: bool, verbose: bool, keep_columns: tuple[str, ...], *
     _set_up_logging(verbose=verbose)
     kept = tuple(name for given in keep_columns for name in given.split(",") if name)
     config = EncodeConfig(keep_columns=kept, **settings)
+    progress = sys.stderr.isatty() and not no_progress
+    if progress:
+        click.echo(f"listing the inputs, loading {config.model} ...", err=True)
     from vlmembed.run import encode as run_encode  # noqa: PLC0415  loads torch
 
-    report = run_encode(config, progress=sys.stderr.isatty() and not no_progress)
+    report = run_encode(config, progress=progress)
     click.echo(describe_report(report))
     if not report.already_complete and report.failed_share > config.max_error_rate:
         click.echo(

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vlmembed.errors import InputError
-from vlmembed.parts import OutputPaths
+from vlmembed.output import OutputPaths
 from vlmembed.schema import read_provenance
 
 if TYPE_CHECKING:

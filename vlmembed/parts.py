@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -19,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from filelock import FileLock, Timeout
 
-from vlmembed.errors import AccountingError, FailureCode, OutputError
+from vlmembed.errors import AccountingError, FailureCode
+from vlmembed.output import atomic
 from vlmembed.schema import ERRORS_SCHEMA, HASH_BYTES, with_provenance
 from vlmembed.types import Failure
 
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
+    from vlmembed.output import OutputPaths
     from vlmembed.types import Float32Array, Int64Array
 
 PART_GROUP_ROWS = 1024
@@ -40,35 +40,6 @@ MAX_GROUP_BYTES = 64 * 2**20
 
 _ROW = pa.field("row", pa.int64(), nullable=False)
 _PART_ERRORS_SCHEMA = pa.schema([_ROW, pa.field("content_hash", pa.binary(HASH_BYTES)), *ERRORS_SCHEMA])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OutputPaths:
-    """Where a run writes: the file, the errors beside it, and the parts until it is done."""
-
-    output: Path
-
-    def __post_init__(self) -> None:
-        if self.output.suffix != ".parquet":
-            msg = f"output {str(self.output)!r} does not end in .parquet: name a file like out.parquet"
-            raise OutputError(msg)
-        if self.output.is_dir():
-            msg = f"output {str(self.output)!r} is a folder: name a file that does not exist"
-            raise OutputError(msg)
-
-    @property
-    def errors(self) -> Path:
-        """The rows that failed."""
-        return self.output.with_suffix(".errors.parquet")
-
-    @property
-    def partial(self) -> Path:
-        """The folder of parts."""
-        return self.output.with_name(self.output.name + ".partial")
-
-    def all(self) -> tuple[Path, Path, Path]:
-        """Every path that the run may create."""
-        return self.output, self.errors, self.partial
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +85,7 @@ class PartStore:
         self._failures = lru_cache(maxsize=16)(self._read_failures)
         self._group = lru_cache(maxsize=16)(self._read_group)
         _drop_cut_line(self._folder / "parts.jsonl")
-        self.records = _read_records(self._folder)
+        self.records = read_records(self._folder)
 
     @property
     def embedding_width(self) -> int:
@@ -134,10 +105,10 @@ class PartStore:
 
     def commit(self, record: PartRecord, columns: Mapping[str, Any], errors: Mapping[str, Any]) -> None:
         """Write a part whole or not at all, then its line. `columns` and `errors` are by name, with `row` first."""
-        with _atomic(self._part(record.number)) as path:
+        with atomic(self._part(record.number)) as path:
             table = pa.table(dict(columns), schema=self._part_schema)
             pq.write_table(table, path, row_group_size=PART_GROUP_ROWS, **_writer_options(self._part_schema))
-        with _atomic(self._part_errors(record.number)) as path:
+        with atomic(self._part_errors(record.number)) as path:
             pq.write_table(pa.table(dict(errors), schema=_PART_ERRORS_SCHEMA), path, compression="zstd")
         with (self._folder / "parts.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(record)) + "\n")
@@ -237,7 +208,7 @@ class PartStore:
 
 def _concatenate(target: Path, schema: pa.Schema, parts: Iterable[Path], num_rows: int) -> None:
     written = 0
-    with _atomic(target) as path:
+    with atomic(target) as path:
         with pq.ParquetWriter(path, schema, **_writer_options(schema)) as writer:
             waiting = schema.empty_table()
             for part in parts:
@@ -257,35 +228,14 @@ def _concatenate(target: Path, schema: pa.Schema, parts: Iterable[Path], num_row
             raise AccountingError(msg)
 
 
-@contextmanager
-def _atomic(target: Path) -> Iterator[Path]:
-    """A temporary path beside `target` that becomes `target`, on disk, when the block ends well."""
-    temporary = target.with_name(f".{target.name}.tmp")
-    try:
-        yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
-    _sync_folder(target.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _writer_options(schema: pa.Schema) -> dict[str, Any]:
     """zstd; dictionaries only where values repeat; no BYTE_STREAM_SPLIT, which not every reader takes."""
     repeating = [name for name in schema.names if name not in ("row", "id", "embedding", "content_hash")]
     return {"compression": "zstd", "use_dictionary": repeating, "write_statistics": True}
 
 
-def _read_records(folder: Path) -> list[PartRecord]:
+def read_records(folder: Path) -> list[PartRecord]:
+    """The committed parts of a partial folder; none where there is no such folder."""
     path = folder / "parts.jsonl"
     if not path.exists():
         return []
@@ -301,56 +251,3 @@ def _drop_cut_line(path: Path) -> None:
         with path.open("r+b") as file:
             file.truncate(whole)
             os.fsync(file.fileno())
-
-
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Whose parts a partial folder holds, or None where it holds none.
-
-    Raises:
-        OutputError: a folder of that name which no run of vlmembed made.
-    """
-    if not folder.exists():
-        return None
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if set(os.listdir(folder)) <= {"lock"}:  # noqa: PTH208  a set of names is what is wanted
-            return None  # killed before the first line was written
-        msg = f"{folder} exists and holds no manifest.json, so it is not a run of vlmembed: move it away"
-        raise OutputError(msg) from None
-    except ValueError as error:
-        msg = f"{folder / 'manifest.json'} is damaged ({error}): start anew with --overwrite"
-        raise OutputError(msg) from error
-    assert isinstance(manifest, dict)
-    return manifest if _read_records(folder) else None
-
-
-def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Start the partial folder of a run; parts that it held before are gone."""
-    for path in folder.glob("part*"):
-        path.unlink()
-    with _atomic(folder / "manifest.json") as path:
-        path.write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
-
-
-@contextmanager
-def lock(folder: Path) -> Iterator[None]:
-    """Hold the partial folder for this process.
-
-    Raises:
-        OutputError: another process holds it, or it cannot be made.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        held = FileLock(folder / "lock", timeout=0)
-        held.acquire()
-    except Timeout as error:
-        msg = f"another process is writing to {folder}: wait for it, or choose another output"
-        raise OutputError(msg) from error
-    except OSError as error:
-        msg = f"cannot write to {folder} ({error}): make the folder writable, or choose another output"
-        raise OutputError(msg) from error
-    try:
-        yield
-    finally:
-        held.release()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,17 +17,18 @@ from vlmembed.dedup import HashIndex
 from vlmembed.encoder import Encoder, pick_device, pick_dtype
 from vlmembed.errors import ConfigError, NothingEmbeddedError, OutputError
 from vlmembed.layout import ResizeRule
-from vlmembed.parts import OutputPaths, PartStore, lock, read_manifest, write_manifest
+from vlmembed.output import OutputPaths, lock, read_manifest, write_manifest
+from vlmembed.parts import PartStore, read_records
 from vlmembed.pipeline import Pipeline
 from vlmembed.preprocess import RESIZER
 from vlmembed.progress import ProgressBar, StageClock
 from vlmembed.provenance import difference, make_fingerprint, make_provenance
+from vlmembed.report import RunReport
 from vlmembed.schema import output_schema, read_provenance
 from vlmembed.sources import open_source
 from vlmembed.writer import Writer
 
 if TYPE_CHECKING:
-    from collections import Counter
     from collections.abc import Iterator, Mapping
 
     from vlmembed.layout import TowerLayout
@@ -38,48 +39,6 @@ PACK_TOKENS = {"cpu": 2048, "cuda": 16384}
 
 ROWS_PER_PART = {"cpu": 1024, "cuda": 8192}
 """Input rows committed together by device type: about a minute or two of work."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunReport:
-    """What a run did.
-
-    Attributes:
-        output, errors: the two files.
-        num_rows: input rows = `num_embedded` + `num_duplicates` + `num_failed`.
-        codes: failed rows by code. skipped: files that were no rows, by kind.
-        already_complete: nothing was done, the output of this very run was there.
-        num_resumed: rows that an earlier start had committed.
-        num_encoded, num_tokens: images and tokens that this process encoded.
-        packing_efficiency: tokens over packs x budget, 0 to 1.
-        setup_seconds: listing and loading. seconds: all that came after.
-        slowest_stage, slowest_share: the busiest stage and its share of the time, 0 to 1.
-    """
-
-    output: Path
-    errors: Path
-    num_rows: int
-    num_embedded: int
-    num_duplicates: int
-    num_failed: int
-    codes: Mapping[str, int]
-    width: int
-    skipped: Mapping[str, int] = field(default_factory=dict)
-    already_complete: bool = False
-    num_resumed: int = 0
-    num_encoded: int = 0
-    num_tokens: int = 0
-    num_packs: int = 0
-    packing_efficiency: float = 0.0
-    setup_seconds: float = 0.0
-    seconds: float = 0.0
-    slowest_stage: str = ""
-    slowest_share: float = 0.0
-
-    @property
-    def failed_share(self) -> float:
-        """Failed rows over all rows, 0 to 1."""
-        return self.num_failed / self.num_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -128,7 +87,7 @@ def encode(config: EncodeConfig, *, progress: bool = False) -> RunReport:
         if earlier is not None:
             _check_same_run(paths, earlier, facts)
             if "counts" in earlier:
-                return _complete_report(paths, earlier)
+                return RunReport.of_complete(paths, earlier)
         stack.enter_context(lock(paths.partial))
         if earlier is None:
             if not config.overwrite and _earlier(paths) is not None:
@@ -146,7 +105,8 @@ def _earlier(paths: OutputPaths) -> dict[str, Any] | None:
         except Exception as error:
             msg = f"{paths.output} exists and is no output of vlmembed ({error}): choose another name, or --overwrite"
             raise OutputError(msg) from error
-    return read_manifest(paths.partial)
+    manifest = read_manifest(paths.partial)
+    return manifest if read_records(paths.partial) else None  # a run that committed nothing binds nobody
 
 
 def _check_same_run(paths: OutputPaths, earlier: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
@@ -256,7 +216,7 @@ def _run(plan: _Plan, facts: dict[str, Any], *, began: float, progress: bool) ->
     seconds = time.perf_counter() - ready
     stage, share = clock.busiest(pipeline.stage_threads, seconds)
     return replace(
-        _complete_report(paths, facts),
+        RunReport.of_complete(paths, facts),
         already_complete=False,
         num_resumed=start,
         num_encoded=pipeline.num_encoded,
@@ -280,19 +240,3 @@ def _index(config: EncodeConfig, store: PartStore, paths: OutputPaths) -> Iterat
         for row, content_hash in store.hashes():
             index.first_row(content_hash, row)
         yield index
-
-
-def _complete_report(paths: OutputPaths, facts: Mapping[str, Any]) -> RunReport:
-    counts: Counter[str] = facts["counts"]
-    return RunReport(
-        output=paths.output,
-        errors=paths.errors,
-        num_rows=counts["rows"],
-        num_embedded=counts["embedded"],
-        num_duplicates=counts["duplicates"],
-        num_failed=counts["failed"],
-        codes=facts["counts"]["codes"],
-        skipped=facts["counts"]["skipped"],
-        width=facts["model"]["width"],
-        already_complete=True,
-    )

@@ -14,18 +14,12 @@ import numpy as np
 from record import ROOT, write_result
 
 from vlmembed import packer
-from vlmembed.layout import OfficialResize, TowerLayout, native_grid
+from vlmembed.layout import native_grid
+from vlmembed.towers.dense import layout_of
+from vlmembed.towers.weights import find_model
 from vlmembed.types import PatchedImage
 
-LAYOUT = TowerLayout(
-    patch_size=14,
-    num_prefix_tokens=1,
-    position_grid_hw=(37, 37),
-    native_pixels=224 * 224,
-    image_mean=(0.485, 0.456, 0.406),
-    image_std=(0.229, 0.224, 0.225),
-    official=OfficialResize(shortest_edge=256, size_hw=None, crop_hw=(224, 224), resample=3),
-)
+LAYOUT = layout_of(find_model("dinov2-small"))
 LOOKAHEADS = (1, 2, 4, 6, 16)
 BUDGETS = {"stamps": (1028, 2056, 4112, 8224, 16448, 32896), "log-uniform": (8192, 16384, 32768)}
 REPEATS = 5

@@ -1,0 +1,72 @@
+"""What a run did, for the caller of `vlmembed.encode` and the command line's summary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+    from typing import Self
+
+    from vlmembed.output import OutputPaths
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunReport:
+    """What a run did.
+
+    Attributes:
+        output, errors: the two files.
+        num_rows: input rows = `num_embedded` + `num_duplicates` + `num_failed`.
+        codes: failed rows by code. skipped: files that were no rows, by kind.
+        already_complete: nothing was done, the output of this very run was there.
+        num_resumed: rows that an earlier start had committed.
+        num_encoded, num_tokens: images and tokens that this process encoded.
+        packing_efficiency: tokens over packs x budget, 0 to 1.
+        setup_seconds: listing and loading. seconds: all that came after.
+        slowest_stage, slowest_share: the busiest stage and its share of the time, 0 to 1.
+    """
+
+    output: Path
+    errors: Path
+    num_rows: int
+    num_embedded: int
+    num_duplicates: int
+    num_failed: int
+    codes: Mapping[str, int]
+    width: int
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    already_complete: bool = False
+    num_resumed: int = 0
+    num_encoded: int = 0
+    num_tokens: int = 0
+    num_packs: int = 0
+    packing_efficiency: float = 0.0
+    setup_seconds: float = 0.0
+    seconds: float = 0.0
+    slowest_stage: str = ""
+    slowest_share: float = 0.0
+
+    @property
+    def failed_share(self) -> float:
+        """Failed rows over all rows, 0 to 1."""
+        return self.num_failed / self.num_rows
+
+    @classmethod
+    def of_complete(cls, paths: OutputPaths, facts: Mapping[str, Any]) -> Self:
+        """The report of an output that is there; `facts` is its provenance."""
+        counts = facts["counts"]
+        return cls(
+            output=paths.output,
+            errors=paths.errors,
+            num_rows=counts["rows"],
+            num_embedded=counts["embedded"],
+            num_duplicates=counts["duplicates"],
+            num_failed=counts["failed"],
+            codes=counts["codes"],
+            skipped=counts["skipped"],
+            width=facts["model"]["width"],
+            already_complete=True,
+        )
