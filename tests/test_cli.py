@@ -107,6 +107,10 @@ def test_the_readme_lists_every_code_and_exit_code() -> None:
         assert re.search(rf"^\| {number} \|", readme, re.MULTILINE)
 
 
+def test_the_readme_is_finished() -> None:
+    assert "@@" not in (ROOT / "README.md").read_text()
+
+
 def readme_commands() -> list[str]:
     blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]

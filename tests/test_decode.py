@@ -9,9 +9,9 @@ import zlib
 import numpy as np
 import pytest
 from conftest import SAMPLES
-from PIL import Image, ImageOps
+from PIL import Image, ImageFile, ImageOps
 
-from vlmembed.decode import decode, own_pixel_limit
+from vlmembed.decode import decode, own_pillow_settings
 from vlmembed.errors import FailureCode, ImageError
 from vlmembed.formats import picture_extensions, readable_formats, sniff_format
 
@@ -55,12 +55,12 @@ def test_exif_rotation_of_the_sample() -> None:
     assert difference < 2  # one more JPEG compression
 
 
-def test_malformed_exif_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    content = saved(ramp(), "PNG", exif=b"Exif\x00\x00II*\x00\xff\xff\xff\xff")
-    np.testing.assert_array_equal(pixels(content), np.asarray(ramp()))
+def test_malformed_exif_is_a_warning() -> None:
     broken = saved(ramp(), "PNG", exif=b"Exif\x00\x00no tiff header at all")
-    np.testing.assert_array_equal(pixels(broken), np.asarray(ramp()))
-    assert "malformed EXIF ignored" in caplog.text
+    decoded = decode(broken, max_source_pixels=LIMIT)
+    np.testing.assert_array_equal(np.asarray(decoded.rgb), np.asarray(ramp()))
+    assert decoded.exif_problem
+    assert not decode(saved(ramp(), "PNG"), max_source_pixels=LIMIT).exif_problem
 
 
 def test_alpha_is_composited_on_white() -> None:
@@ -114,6 +114,11 @@ def test_32_bit_and_float_samples(samples: list[float], dtype: type, expected: l
 
 def test_samples_that_are_no_numbers() -> None:
     assert code_of(saved(Image.fromarray(np.array([[0, np.nan]], np.float32)), "TIFF")) is FailureCode.CORRUPT
+
+
+def test_a_transparent_grey_of_16_bits_is_white() -> None:
+    image = Image.fromarray(np.array([[0, 1000, 65535]], np.uint16))
+    assert pixels(saved(image, "PNG", transparency=1000))[0, :, 0].tolist() == [0, 255, 255]
 
 
 def test_cmyk_is_converted() -> None:
@@ -178,20 +183,35 @@ def gigapixel_png() -> bytes:
 
 
 def test_a_bomb_is_refused_by_its_header() -> None:
-    with own_pixel_limit(), pytest.raises(ImageError, match=r"32768x32768 = 1073741824 pixels, over .*100000000"):
+    with (
+        own_pillow_settings(LIMIT),
+        pytest.raises(ImageError, match=r"1073741824 pixels.* limit of 100000000") as caught,
+    ):
         decode(gigapixel_png(), max_source_pixels=LIMIT)
-    with own_pixel_limit():
-        assert code_of(gigapixel_png()) is FailureCode.TOO_LARGE
+    assert caught.value.code is FailureCode.TOO_LARGE
+    assert "--max-source-pixels" in str(caught.value)
+    with pytest.raises(ImageError, match="320x214 = 68480 pixels, over the limit of 1000: raise --max-source-pixels"):
+        decode((SAMPLES / "photos/rocket.jpg").read_bytes(), max_source_pixels=1000)
 
 
-def test_pillows_own_limit_is_restored() -> None:
+def test_pillows_settings_are_ours_and_then_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
     before = Image.MAX_IMAGE_PIXELS
-    with own_pixel_limit():
-        assert Image.MAX_IMAGE_PIXELS is None
-        with own_pixel_limit():
-            pass
-        assert Image.MAX_IMAGE_PIXELS is None
+    with own_pillow_settings(200_000):
+        assert code_of((SAMPLES / "broken/truncated.jpg").read_bytes()) is FailureCode.TRUNCATED
+        with own_pillow_settings(500_001):
+            assert Image.MAX_IMAGE_PIXELS == 250_001
+        assert Image.MAX_IMAGE_PIXELS == 100_000
     assert before == Image.MAX_IMAGE_PIXELS
+    assert ImageFile.LOAD_TRUNCATED_IMAGES is True
+
+
+def test_a_bomb_inside_an_ico_is_refused_before_it_is_decoded() -> None:
+    """Pillow decodes an ICO's PNG while it opens the file, and its own header may claim another size."""
+    png = gigapixel_png()
+    entry = struct.pack("<BBBBHHII", 16, 16, 0, 0, 1, 32, len(png), 22)
+    with own_pillow_settings(LIMIT):
+        assert code_of(struct.pack("<HHH", 0, 1, 1) + entry + png) is FailureCode.TOO_LARGE
 
 
 def test_programs_are_not_run() -> None:

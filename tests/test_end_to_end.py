@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from decimal import Decimal
 from typing import TYPE_CHECKING
 
 import datasets
@@ -23,15 +24,17 @@ from PIL import Image
 
 import vlmembed
 from vlmembed.config import EncodeConfig
+from vlmembed.encoder import Encoder
 from vlmembed.errors import ConfigError, InputError, NothingEmbeddedError, OutputError, RowFailedError
 from vlmembed.inspect import inspect
+from vlmembed.parts import PartStore
 from vlmembed.schema import read_provenance
 
 if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
-    from vlmembed.run import RunReport
+    from vlmembed.report import RunReport
 
 EMBEDDED = {
     "café ☕ コーヒー.jpg": (13, 19),
@@ -273,6 +276,9 @@ def test_ctrl_c_keeps_the_committed_parts_and_the_next_start_goes_on(tmp_path: P
     assert again.returncode == 0
     assert f"{committed * 50:,} rows were committed by an earlier start" in again.stdout
     assert pq.read_table(tmp_path / "out.parquet").equals(pq.read_table(tmp_path / "whole.parquet"))
+    facts = [read_provenance(pq.read_schema(tmp_path / f"{name}.parquet"), name) for name in ("out", "whole")]
+    assert facts[0].pop("recipe") == facts[1].pop("recipe").replace("whole.parquet", "out.parquet")
+    assert facts[0] == facts[1]
     assert not (tmp_path / "out.parquet.partial").exists()
 
 
@@ -352,7 +358,7 @@ def test_growing_inputs_are_another_run(tmp_path: Path, tiny_model: Path) -> Non
     shutil.copytree(SAMPLES / "drawings", tmp_path / "in")
     run(tmp_path / "in", tmp_path / "out.parquet", model=str(tiny_model))
     shutil.copy(SAMPLES / "photos" / "cat.jpg", tmp_path / "in")
-    with pytest.raises(OutputError, match=r"(?s)num_rows: 8 there, 9 now.*source_sha256"):
+    with pytest.raises(OutputError, match=r"(?s)num_rows: 8 there, 9 now.*the list of inputs: names, sizes"):
         run(tmp_path / "in", tmp_path / "out.parquet", model=str(tiny_model))
     report = run(tmp_path / "in", tmp_path / "out.parquet", model=str(tiny_model), overwrite=True)
     assert report.num_rows == 9
@@ -364,3 +370,173 @@ def test_the_output_may_lie_in_the_input(tmp_path: Path, tiny_model: Path) -> No
     again = run(tmp_path / "in", tmp_path / "in" / "out.parquet", model=str(tiny_model))
     assert again.already_complete
     assert again.num_rows == first.num_rows
+
+
+def stop_after(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the run end, as by Ctrl-C, after it has committed so many parts."""
+    commit = PartStore.commit
+
+    def counted(self: PartStore, *arguments: Any) -> None:  # noqa: ANN401
+        if len(self.records) == parts:
+            raise KeyboardInterrupt
+        commit(self, *arguments)
+
+    monkeypatch.setattr(PartStore, "commit", counted)
+
+
+def test_an_interrupted_overwrite_goes_on_too(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = many_pictures(tmp_path / "in", 100)
+    out = tmp_path / "out.parquet"
+    old = {"model": str(tiny_model), "pool": "mean", "rows_per_part": 20}
+    new = {"model": str(tiny_model), "pool": "cls", "rows_per_part": 20}
+    run(folder, out, **old)
+    before = out.read_bytes()
+    with monkeypatch.context() as patch:
+        stop_after(2, patch)
+        with pytest.raises(KeyboardInterrupt):
+            run(folder, out, **new, overwrite=True)
+    assert out.read_bytes() == before
+    with pytest.raises(OutputError, match=r'pool: "mean" there, "cls" now'):
+        run(folder, out, **new)
+    report = run(folder, out, **new, overwrite=True)
+    assert report.num_resumed == 40
+    assert run(folder, out, **new).already_complete
+    assert run(folder, out, **new, overwrite=True).num_resumed == 0
+
+    with monkeypatch.context() as patch:  # parts of one run, then --overwrite with other settings: they go
+        stop_after(2, patch)
+        with pytest.raises(KeyboardInterrupt):
+            run(folder, out, **old, overwrite=True)
+    assert run(folder, out, **new, overwrite=True).num_resumed == 0
+    assert not (tmp_path / "out.parquet.partial").exists()
+
+
+def test_a_run_in_which_nothing_is_embedded_leaves_no_older_output(tmp_path: Path, tiny_model: Path) -> None:
+    model = str(tiny_model)
+    shutil.copytree(SAMPLES / "drawings", tmp_path / "in")
+    run(tmp_path / "in", tmp_path / "out.parquet", model=model)
+    for path in (tmp_path / "in").iterdir():
+        path.write_bytes(b"")
+    for overwrite in (True, False):  # the second time only the errors file is there: the run is tried again
+        with pytest.raises(NothingEmbeddedError, match="8 empty"):
+            run(tmp_path / "in", tmp_path / "out.parquet", model=model, overwrite=overwrite)
+        assert not (tmp_path / "out.parquet").exists()
+        assert pq.read_table(tmp_path / "out.errors.parquet").num_rows == 8
+    (tmp_path / "other.errors.parquet").write_text("somebody's")
+    with pytest.raises(OutputError, match=r"other.errors.parquet exists and is no output of vlmembed"):
+        run(tmp_path / "in", tmp_path / "other.parquet", model=model)
+
+
+def test_a_kill_between_output_and_clean_up(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, partial = tmp_path / "out.parquet", tmp_path / "out.parquet.partial"
+
+    def killed(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PartStore, "drop", staticmethod(killed))
+        with pytest.raises(KeyboardInterrupt):
+            run(SAMPLES, out, model=str(tiny_model))
+    assert partial.exists()
+    assert run(SAMPLES, out, model=str(tiny_model)).already_complete
+    assert not partial.exists()
+
+
+def test_another_process_that_came_first(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"model": str(tiny_model)}
+    load = Encoder.load
+
+    def slow_load(config: EncodeConfig) -> Encoder:
+        with monkeypatch.context() as patch:
+            patch.setattr(Encoder, "load", load)
+            run(SAMPLES, tmp_path / "out.parquet", **settings)  # starts and finishes meanwhile
+        return load(config)
+
+    monkeypatch.setattr(Encoder, "load", slow_load)
+    with pytest.raises(OutputError, match="another process has just written to"):
+        run(SAMPLES, tmp_path / "out.parquet", **settings)
+    assert pq.read_metadata(tmp_path / "out.parquet").num_rows == 21
+
+
+def test_names_that_do_not_decode(tmp_path: Path, tiny_model: Path) -> None:
+    folder = os.path.join(os.fsencode(tmp_path), b"caf\xe9")  # noqa: PTH118  bytes
+    os.mkdir(folder)  # noqa: PTH102  bytes
+    for name in (b"a.png", b"b\xff.png"):
+        source = os.fsencode(SAMPLES / "drawings" / "a.png")
+        shutil.copy(source, os.path.join(folder, name))  # noqa: PTH118  bytes
+    done = cli(os.fsdecode(folder), tmp_path / "out.parquet", "--model", tiny_model)
+    assert done.returncode == 0, done.stderr
+    table = pq.read_table(tmp_path / "out.parquet")
+    assert table["id"].to_pylist() == ["a.png", "b\\xff.png"]
+    again = cli(os.fsdecode(folder), tmp_path / "out.parquet", "--model", tiny_model)
+    assert "is already complete" in again.stdout
+    missing = cli(os.fsdecode(folder) + "x", tmp_path / "out.parquet", "--model", tiny_model)
+    assert missing.returncode == 2
+    assert "does not exist" in missing.stderr
+
+
+KEPT = {
+    "int8": pa.array([1, None, 3], pa.int8()),
+    "float": pa.array([0.5, None, float("nan")], pa.float64()),
+    "bool": pa.array([True, None, False]),
+    "string": pa.array(["a", None, "ü"]),
+    "large_string": pa.array(["a", None, "c"], pa.large_string()),
+    "binary": pa.array([b"a", None, b"\xff"], pa.large_binary()),
+    "fixed": pa.array([b"ab", None, b"cd"], pa.binary(2)),
+    "decimal": pa.array([Decimal("1.25"), None, Decimal("-3.50")], pa.decimal128(10, 2)),
+    "date": pa.array([1, None, 3], pa.date32()),
+    "timestamp": pa.array([1, None, 3], pa.timestamp("ns", "UTC")),
+    "dictionary": pa.array(["x", None, "y"]).dictionary_encode(),
+    "list": pa.array([[1, 2], None, []]),
+    "struct": pa.array([{"a": 1, "b": "x"}, None, {"a": None, "b": "y"}]),
+    "nested": pa.array([[{"a": [1]}], None, [{"a": []}]]),
+    "map": pa.array([[("k", 1)], None, []], pa.map_(pa.string(), pa.int64())),
+    "null": pa.nulls(3),
+}
+
+
+def test_kept_columns_keep_their_type_and_values(tmp_path: Path, tiny_model: Path) -> None:
+    images = [(SAMPLES / "drawings" / name).read_bytes() for name in ("a.png", "alpha.png", "animated.gif")]
+    source = pa.table({"img": images, **KEPT})
+    pq.write_table(source, tmp_path / "in.parquet", row_group_size=2)
+    kept = tuple(KEPT)
+    run(tmp_path / "in.parquet", tmp_path / "out.parquet", model=str(tiny_model), image_column="img", keep_columns=kept)
+    expected = pq.read_table(tmp_path / "in.parquet", columns=list(kept))
+    found = pq.read_table(tmp_path / "out.parquet", columns=list(kept))
+    assert found.schema.equals(expected.schema)
+    for name in kept:
+        assert repr(found[name].to_pylist()) == repr(expected[name].to_pylist()), name
+
+
+def test_settings_that_are_refused_before_anything_is_written(tmp_path: Path, tiny_model: Path) -> None:
+    images = [(SAMPLES / "drawings" / "a.png").read_bytes()]
+    pq.write_table(pa.table({"image": images, "width": [1]}), tmp_path / "in.parquet")
+    out = tmp_path / "out.parquet"
+    for settings, message in (
+        ({"keep_columns": ("width",)}, "--keep-columns width: the output has a column of that name"),
+        ({"keep_columns": ("width", "width")}, "keep_columns names 'width' more than once"),
+        ({"max_tokens_per_batch": 5}, "one image can have 10 tokens"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            run(tmp_path / "in.parquet", out, model=str(tiny_model), **settings)
+    with pytest.raises(ConfigError, match="inputs is the string 'images'"):
+        EncodeConfig(inputs="images", output="o.parquet")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="is input and output of the same run"):
+        run(out.with_name("in.parquet"), out.with_name("in.parquet"), model=str(tiny_model), overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.parquet"]
+    assert pq.read_table(tmp_path / "in.parquet")["image"].to_pylist() == images
+
+
+def test_other_limits_on_a_finished_output_are_another_run(tmp_path: Path, tiny_model: Path) -> None:
+    run(SAMPLES / "drawings", tmp_path / "out.parquet", model=str(tiny_model))
+    with pytest.raises(OutputError, match=r"max_pixels: 1764 there, 4000000 now"):
+        run(SAMPLES / "drawings", tmp_path / "out.parquet", model=str(tiny_model), max_pixels=4_000_000)
+
+
+def test_a_link_as_output_stays_a_link(tmp_path: Path, tiny_model: Path) -> None:
+    (tmp_path / "link.parquet").symlink_to(tmp_path / "real.parquet")
+    run(SAMPLES / "drawings", tmp_path / "link.parquet", model=str(tiny_model))
+    assert (tmp_path / "link.parquet").is_symlink()
+    assert pq.read_metadata(tmp_path / "real.parquet").num_rows == 8

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -253,6 +256,90 @@ def test_columns_that_cannot_be_found(tmp_path: Path) -> None:
         opened(tmp_path)
     with pytest.raises(ConfigError, match="--id-column is for Parquet inputs only"):
         opened(SAMPLES, id_column="n")
+
+
+def test_patterns_are_told_and_counted_like_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "in/a.png", "in/sub/b.png")
+    write(tmp_path, "in/notes.txt", content=b"text")
+    source = opened("in/*")
+    assert keys_of(source) == ["in/a.png", "in/sub/b.png"]
+    assert source.skipped == {".txt": 1}
+    assert keys_of(opened("in/**")) == ["a.png", "sub/b.png"]
+    assert keys_of(opened("in/**/*.png")) == ["in/a.png", "in/sub/b.png"]
+
+
+def test_the_output_is_never_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "in/a.png")
+    for name in ("t.parquet", "in/out.parquet"):
+        pq.write_table(table(image=[PNG]), tmp_path / name)
+    config = EncodeConfig(inputs=("t.parquet",), output="t.parquet", overwrite=True)
+    with pytest.raises(InputError, match=r"'t.parquet' is input and output of the same run"):
+        open_source(config, [tmp_path / "t.parquet"])
+    own = [tmp_path / "in" / "out.parquet"]
+    for given in ("in", "in/*"):
+        source = open_source(EncodeConfig(inputs=(given,), output="in/out.parquet"), own)
+        _open_sources.append(source)
+        assert source.num_rows == 1
+        assert source.skipped == {"own output": 1}
+
+
+def test_a_pipe_named_as_input_does_not_block(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (image,) = rows_of(opened(tmp_path / "pipe"))
+    assert isinstance(image.content, ImageError)
+    assert image.content.code is FailureCode.UNREADABLE
+
+
+def test_rows_whose_path_is_no_text(tmp_path: Path) -> None:
+    paths = pa.array([b"a\xff.png", b"b.png"], pa.binary()).view(pa.string())
+    pq.write_table(table(image=paths), tmp_path / "t.parquet")
+    first, second = rows_of(opened(tmp_path / "t.parquet"))
+    assert isinstance(first.content, ImageError)
+    assert first.content.code is FailureCode.UNREADABLE
+    assert isinstance(second.content, ImageError)
+    assert second.content.code is FailureCode.MISSING
+
+
+def test_columns_of_the_wrong_kind(tmp_path: Path) -> None:
+    numbers = pa.array([{"path": 1}], pa.struct([("path", pa.int64())]))
+    pq.write_table(table(image=numbers), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match="no image column among image"):
+        opened(tmp_path / "a.parquet")
+    pq.write_table(table(image=[PNG], uid=[b"x"], lists=[[1]]), tmp_path / "b.parquet")
+    for column, kind in (("uid", "binary"), ("lists", "list")):
+        with pytest.raises(
+            InputError, match=f"--id-column '{column}' of b.parquet has type {kind}.*strings or integers"
+        ):
+            opened(tmp_path / "b.parquet", image_column="image", id_column=column)
+    twice = pa.Table.from_arrays([pa.array([PNG]), pa.array([1]), pa.array([2])], names=["image", "n", "n"])
+    pq.write_table(twice, tmp_path / "c.parquet")
+    with pytest.raises(InputError, match=r"c.parquet has more than one column 'n'"):
+        opened(tmp_path / "c.parquet", keep_columns=("n",))
+    write(tmp_path, "empty.parquet", content=b"")
+    with pytest.raises(InputError, match=r"empty.parquet cannot be read as Parquet"):
+        opened(tmp_path / "empty.parquet")
+
+
+def test_a_large_row_group_is_not_read_whole(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    images = [generator.bytes(100_000) for _ in range(2000)]  # 200 MB in one row group, in pages of about 1.6 MB
+    options = {"row_group_size": 10_000, "compression": "none", "use_dictionary": False, "write_batch_size": 16}
+    pq.write_table(table(image=images), tmp_path / "t.parquet", **options)
+    del images
+    script = """
+import sys, pyarrow
+from vlmembed.config import EncodeConfig
+from vlmembed.sources import open_source
+for image in open_source(EncodeConfig(inputs=(sys.argv[1],), output="o.parquet")).read(0):
+    pass
+print(image.row, pyarrow.default_memory_pool().max_memory())
+"""
+    command = [sys.executable, "-c", script, str(tmp_path / "t.parquet")]
+    row, peak = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert int(row) == 1999
+    assert int(peak) < 60e6
 
 
 def test_broken_parquet(tmp_path: Path) -> None:

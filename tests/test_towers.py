@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from PIL.Image import Image
 
-    from vlmembed.layout import ResizeRule
+    from vlmembed.layout import ResizeRule, TowerLayout
     from vlmembed.towers.dense import DenseTower
     from vlmembed.types import PackedBatch
 
@@ -212,7 +212,7 @@ def test_getting_the_model_needs_onnx(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_absent_weights_name_the_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(ModelError, match=r"(?s)-m pip install onnx\n.*vlmembed models --get dinov2-small\n"):
+    with pytest.raises(ModelError, match=r"(?s)/python\S* -m pip install onnx\n.*/python\S* -m vlmembed models --get"):
         find_model("dinov2-small")
 
 
@@ -222,6 +222,41 @@ def test_get_converts_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, whee
     assert weights_sha256(folder) == weights_sha256(builtin_folder)
     assert builtin.get("dinov2-small", tmp_path / "not needed") == folder
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_long_images_attend_in_slices(
+    tower: DenseTower, pack_images: PackImages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = pack_images(mixed_images(), make_rule(tower.layout))
+    whole = embed(tower, batch)
+    monkeypatch.setattr("vlmembed.attention.MAX_SCORES", 100_000)  # 16 queries of 257 at a time
+    torch.testing.assert_close(embed(tower, batch), whole, rtol=0, atol=1e-4)
+
+
+def test_processors_are_honoured(tiny_model: Path, tmp_path: Path) -> None:
+    base = json.loads((tiny_model / "preprocessor_config.json").read_text())
+
+    def layout(**changes: object) -> TowerLayout:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        for name in ("config.json", "model.safetensors"):
+            (folder / name).symlink_to(tiny_model / name)
+        settings = {key: value for key, value in (base | changes).items() if value is not None}
+        (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+        return load_tower(str(folder), dtype=torch.float32, device=CPU).layout
+
+    assert layout(do_normalize=False).image_std == (1, 1, 1)
+    assert layout(rescale_factor=1 / 127.5).rescale_factor == 1 / 127.5
+    assert layout(do_rescale=False).rescale_factor == 1
+    squeezed = layout(size={"height": 28, "width": 42}, do_center_crop=False)
+    assert squeezed.native_pixels == 28 * 42
+    unknown = layout(do_resize=False)
+    assert unknown.official is None
+    assert "do_resize false" in unknown.official_problem
+    with pytest.raises(ModelError, match="normalises without a usable image_mean"):
+        layout(image_mean=None)
+    with pytest.raises(ModelError, match="--revision x is for Hugging Face ids"):
+        load_tower(str(tiny_model), revision="x", dtype=torch.float32, device=CPU)
 
 
 def test_a_hub_snapshot_in_the_cache_loads_offline(tmp_path: Path, tiny_model: Path) -> None:

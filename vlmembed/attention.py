@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from vlmembed.types import AttentionMetadata
 
 
+MAX_SCORES = 2**26
+"""Attention scores held at a time: 256 MiB in float32, beside a softmax of the same size."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DeviceMetadata:
     """The tensors of an `AttentionMetadata` on the device, field by field; the host integers stay on the host."""
@@ -62,17 +66,25 @@ def varlen_attention(
     for length, count in metadata.segment_runs:
         stop = start + length * count
 
-        def per_head(x_THd: torch.Tensor, start: int = start, stop: int = stop, length: int = length) -> torch.Tensor:
+        def by_head(x_THd: torch.Tensor, start: int = start, stop: int = stop, length: int = length) -> torch.Tensor:
             x_BLHd = x_THd[start:stop].view(-1, length, num_heads, head_dim)
             return x_BLHd.transpose(1, 2).reshape(-1, length, head_dim)
 
-        scores = torch.bmm(per_head(q_THd), per_head(k_THd).transpose(1, 2)).mul_(scale)
-        out = torch.bmm(torch.softmax(scores, dim=-1), per_head(v_THd))  # (B * H, L, d)
-        out_THd[start:stop].view(-1, length, num_heads, head_dim).copy_(
-            out.view(-1, num_heads, length, head_dim).transpose(1, 2)
-        )
+        out = _attention(by_head(q_THd), by_head(k_THd), by_head(v_THd), scale)
+        out_BHLd = out.view(-1, num_heads, length, head_dim)
+        out_THd[start:stop].view(-1, length, num_heads, head_dim).copy_(out_BHLd.transpose(1, 2))
         start = stop
     return out_THd
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Attention over (B * H, L, d); the queries are taken in slices that keep the scores within `MAX_SCORES`."""
+    batch, length, _ = q.shape
+    parts = [
+        torch.bmm(torch.softmax(torch.bmm(part, k.transpose(1, 2)).mul_(scale), dim=-1), v)
+        for part in torch.split(q, max(1, MAX_SCORES // (batch * length)), dim=1)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 class PackedAttention(nn.Module):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -165,6 +167,8 @@ def describe_report(report: RunReport) -> str:
     if report.skipped:
         skipped = ", ".join(f"{count} {kind}" for kind, count in report.skipped.items())
         lines.append(f"  no pictures, skipped: {skipped}")
+    if report.num_malformed_exif:
+        lines.append(f"  {report.num_malformed_exif:,} images had a malformed EXIF block, which was ignored (see -v)")
     if report.num_resumed:
         lines.append(f"  {report.num_resumed:,} rows were committed by an earlier start")
     lines.append(
@@ -214,6 +218,9 @@ def _set_up_logging(*, verbose: bool) -> None:
 
 def main() -> None:
     """Run the command line and exit with the documented codes."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names that do not decode are shown, not fatal
     try:
         cli(standalone_mode=False)
     except click.ClickException as error:
@@ -221,7 +228,10 @@ def main() -> None:
         sys.exit(EXIT_USAGE)
     except (KeyboardInterrupt, click.Abort):
         click.echo("\ninterrupted; what was committed is kept, and the same command goes on from there", err=True)
-        sys.exit(EXIT_INTERRUPTED)
+        sys.stdout.flush()
+        # Not sys.exit: an interrupt that struck inside an import's exec() would make Python exit with the signal, and
+        # a decoding thread that hangs would be waited for.
+        os._exit(EXIT_INTERRUPTED)
     except VlmembedError as error:
         click.echo(f"vlmembed: {error}", err=True)
         sys.exit(EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED)

@@ -27,7 +27,15 @@ CHOICES: dict[str, tuple[str, ...]] = {
 DEFAULT_MAX_SOURCE_PIXELS = 178_956_970
 """Where Pillow itself stops calling a picture plausible; as RGB it fills 0.5 GB."""
 
-_AT_LEAST_ONE = ("min_pixels", "max_pixels", "max_source_pixels", "max_tokens_per_batch", "workers", "rows_per_part")
+_AT_LEAST_ONE = (
+    "min_pixels",
+    "max_pixels",
+    "max_source_pixels",
+    "max_tokens_per_batch",
+    "workers",
+    "limit",
+    "rows_per_part",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,9 +91,7 @@ class EncodeConfig:
     rows_per_part: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.inputs:
-            msg = "no input given: name at least one folder, picture or Parquet file"
-            raise ConfigError(msg)
+        self._check_lists()
         for name, allowed in CHOICES.items():
             if (value := getattr(self, name)) not in allowed:
                 msg = f"{name} is {value!r}; it can be {', '.join(allowed)}"
@@ -94,11 +100,20 @@ class EncodeConfig:
             if (value := getattr(self, name)) is not None and value < 1:
                 msg = f"{name} is {value}; it must be 1 or more"
                 raise ConfigError(msg)
-        if self.limit is not None and self.limit < 1:
-            msg = f"limit is {self.limit}; it must be 1 or more (leave it out for no limit)"
-            raise ConfigError(msg)
         if not 0 <= self.max_error_rate <= 1:
             msg = f"max_error_rate is {self.max_error_rate}; it is a share, 0 to 1"
+            raise ConfigError(msg)
+
+    def _check_lists(self) -> None:
+        for name in ("inputs", "keep_columns"):
+            if isinstance(value := getattr(self, name), str):
+                msg = f"{name} is the string {value!r}; it is a tuple of them: ({value!r},)"
+                raise ConfigError(msg)
+        if not self.inputs:
+            msg = "no input given: name at least one folder, picture or Parquet file"
+            raise ConfigError(msg)
+        if repeated := [name for name in self.keep_columns if self.keep_columns.count(name) > 1]:
+            msg = f"keep_columns names {repeated[0]!r} more than once"
             raise ConfigError(msg)
 
     @classmethod

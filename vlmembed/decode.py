@@ -9,23 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import io
-import logging
 import threading
+import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import PIL
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageFile, UnidentifiedImageError
 
 from vlmembed.errors import FailureCode, ImageError
 from vlmembed.formats import SNIFF_BYTES, readable_formats, sniff_format
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-logger = logging.getLogger(__name__)
 
 PIXEL_POLICY = "1: exif applied, alpha on white, 16-bit scaled, cmyk converted, first frame"
 
@@ -39,7 +37,7 @@ _TRANSPOSE = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_16_BIT_MODES = {"I;16": "<u2", "I;16L": "<u2", "I;16B": ">u2", "I;16N": "=u2"}
+_16_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
 
 _ENDS_EARLY = ("eoferror", "truncated", "unexpected end", "end of file", "not enough image data")
 """Words of Pillow's plugins for a file that stops before its picture does, in lower case."""
@@ -47,15 +45,17 @@ _ENDS_EARLY = ("eoferror", "truncated", "unexpected end", "end of file", "not en
 _NOT_SUPPORTED = ("unsupported", "not supported", "unknown compression", "cannot find loader")
 """Words for a file that is whole, of a kind that Pillow knows and cannot decode."""
 
-_limit_lock = threading.Lock()
-_limit_saved: list[int | None] = []
+_settings_lock = threading.Lock()
+_limits: list[int] = []  # of the runs that are going on
+_saved: dict[str, int | bool | None] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodedImage:
-    """`rgb` is a Pillow image of mode RGB, upright."""
+    """`rgb` is a Pillow image of mode RGB, upright; `exif_problem` says why its EXIF block was ignored, if it was."""
 
     rgb: Image.Image
+    exif_problem: str = ""
 
     @property
     def size_hw(self) -> tuple[int, int]:
@@ -70,19 +70,28 @@ class DecodedImage:
 
 
 @contextmanager
-def own_pixel_limit() -> Iterator[None]:
-    """Switch Pillow's own size limit off, so that ``max_source_pixels`` alone decides, and restore it at the end.
+def own_pillow_settings(max_source_pixels: int) -> Iterator[None]:
+    """Pillow's global settings for a run, restored at the end of the last of several concurrent ones.
 
-    The limit is global to the process: it is restored when the last of several concurrent runs ends.
+    `decode` checks the header itself. Pillow's limit, twice ``MAX_IMAGE_PIXELS``, stands behind it for the formats that
+    Pillow decodes while it opens them (ICO). Its warning at half of that is silenced. Truncated files fail, whatever
+    the caller had set.
     """
-    with _limit_lock:
-        _limit_saved.append(Image.MAX_IMAGE_PIXELS)
-        Image.MAX_IMAGE_PIXELS = None
+    with _settings_lock:
+        if not _limits:
+            _saved.update(pixels=Image.MAX_IMAGE_PIXELS, truncated=ImageFile.LOAD_TRUNCATED_IMAGES)
+        _limits.append(max_source_pixels)
+        Image.MAX_IMAGE_PIXELS = -(-max(_limits) // 2)
+        ImageFile.LOAD_TRUNCATED_IMAGES = False
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            yield
     finally:
-        with _limit_lock:
-            Image.MAX_IMAGE_PIXELS = _limit_saved.pop()  # only the first entry is not None
+        with _settings_lock:
+            _limits.remove(max_source_pixels)
+            Image.MAX_IMAGE_PIXELS = -(-max(_limits) // 2) if _limits else _saved["pixels"]
+            ImageFile.LOAD_TRUNCATED_IMAGES = not _limits and bool(_saved["truncated"])
 
 
 def decode(content: bytes, *, max_source_pixels: int) -> DecodedImage:
@@ -103,18 +112,18 @@ def decode(content: bytes, *, max_source_pixels: int) -> DecodedImage:
         raise ImageError(FailureCode.TOO_LARGE, msg)
     try:
         image.load()
-        orientation = _orientation(image)
+        transpose, exif_problem = _transpose_of(image)
         rgb = _to_rgb(image)
+        if transpose is not None:
+            rgb = rgb.transpose(transpose)
     except ImageError:
         raise
     except MemoryError as error:
         msg = f"no memory for {width}x{height} pixels"
         raise ImageError(FailureCode.OUT_OF_MEMORY, msg) from error
     except Exception as error:
-        raise _broken(content, f"{type(error).__name__}: {error}") from error
-    if (transpose := _TRANSPOSE.get(orientation)) is not None:  # FLIP_LEFT_RIGHT is 0
-        rgb = rgb.transpose(transpose)
-    return DecodedImage(rgb=rgb)
+        raise _broken(content, error) from error
+    return DecodedImage(rgb=rgb, exif_problem=exif_problem)
 
 
 def _open(content: bytes) -> Image.Image:
@@ -126,17 +135,21 @@ def _open(content: bytes) -> Image.Image:
             msg = "HEIC needs the heif extra: pip install pillow-heif"
             raise ImageError(FailureCode.UNSUPPORTED_FORMAT, msg) from error
         if name is None:
-            msg = f"not a picture format that Pillow {PIL.__version__} opens; it begins {content[:8]!r}"
+            msg = f"not a picture format that is read with Pillow {PIL.__version__}; it begins {content[:8]!r}"
             raise ImageError(FailureCode.UNSUPPORTED_FORMAT, msg) from error
-        raise _broken(content, f"it begins like {name}, but Pillow cannot read its header") from error
+        unreadable = ValueError(f"it begins like {name}, but Pillow cannot read its header")
+        raise _broken(content, unreadable) from error
     except MemoryError as error:
         raise ImageError(FailureCode.OUT_OF_MEMORY, "no memory to read the header") from error
     except Exception as error:
-        raise _broken(content, f"{type(error).__name__}: {error}") from error
+        raise _broken(content, error) from error
 
 
-def _broken(content: bytes, message: str) -> ImageError:
-    """Tell a file that ends too early, or that Pillow cannot read, from one that is wrong inside."""
+def _broken(content: bytes, error: Exception) -> ImageError:
+    """Tell files that end too early, are too large or of an unreadable kind from those that are wrong inside."""
+    message = f"{type(error).__name__}: {error}"
+    if isinstance(error, Image.DecompressionBombError):
+        return ImageError(FailureCode.TOO_LARGE, f"{message} Raise --max-source-pixels to accept it")
     if any(phrase in message.lower() for phrase in _NOT_SUPPORTED):
         return ImageError(FailureCode.UNSUPPORTED_FORMAT, message)
     ends_early = any(phrase in message.lower() for phrase in _ENDS_EARLY)
@@ -145,20 +158,22 @@ def _broken(content: bytes, message: str) -> ImageError:
     return ImageError(FailureCode.TRUNCATED if ends_early else FailureCode.CORRUPT, message)
 
 
-def _orientation(image: Image.Image) -> int:
-    """EXIF orientation, 1 to 8; a malformed EXIF block is a warning, not a failure."""
+def _transpose_of(image: Image.Image) -> tuple[Image.Transpose | None, str]:
+    """What turns the image upright by its EXIF orientation, and why the EXIF block could not be read, if so."""
     try:
         orientation = image.getexif().get(_ORIENTATION_TAG, 1)
-    except Exception as error:  # noqa: BLE001  whatever the EXIF parser trips over
-        logger.warning("malformed EXIF ignored: %s", error)
-        return 1
-    return orientation if isinstance(orientation, int) and orientation in _TRANSPOSE else 1
+    except Exception as error:  # noqa: BLE001  whatever the EXIF parser trips over is a warning, not a failure
+        return None, f"{type(error).__name__}: {error}"
+    return _TRANSPOSE.get(orientation) if isinstance(orientation, int) else None, ""
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode in _16_BIT_MODES:
         values = np.asarray(image).astype(np.uint32)
-        return Image.fromarray(((values * 255 + 32767) // 65535).astype(np.uint8)).convert("RGB")
+        scaled = ((values * 255 + 32767) // 65535).astype(np.uint8)
+        if isinstance(transparent := image.info.get("transparency"), int):
+            scaled[values == transparent] = 255
+        return Image.fromarray(scaled).convert("RGB")
     if image.mode in ("I", "F"):
         return Image.fromarray(_scale_to_8_bit(np.asarray(image))).convert("RGB")
     if image.has_transparency_data:

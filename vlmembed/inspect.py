@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vlmembed.errors import InputError
-from vlmembed.output import OutputPaths
+from vlmembed.output import errors_beside
 from vlmembed.schema import read_provenance
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def inspect(path: Path, *, num_pairs: int = 3) -> Inspection:
         num_rows=num_rows,
         width=width,
         num_duplicates=num_duplicates,
-        codes=_codes(OutputPaths(output=path).errors),
+        codes=_codes(errors_beside(path)),
         provenance=provenance,
         num_compared=len(ids),
         nearest=nearest_pairs(ids, vectors, num_pairs),

@@ -69,8 +69,9 @@ class TowerLayout:
         num_prefix_tokens: CLS and register tokens in front of every image's patches.
         position_grid_hw: size of the learned position table, in patches.
         native_pixels: pixels per image that the tower was made for.
-        image_mean, image_std: per RGB channel, for pixel values in 0..1.
-        official: the model's own image processor.
+        image_mean, image_std: per RGB channel, for pixel values times `rescale_factor`.
+        official: the model's own image processor, or None where it is of a kind that is not known here;
+            `official_problem` then says why.
     """
 
     patch_size: int
@@ -79,7 +80,9 @@ class TowerLayout:
     native_pixels: int
     image_mean: tuple[float, float, float]
     image_std: tuple[float, float, float]
-    official: OfficialResize
+    official: OfficialResize | None
+    official_problem: str = ""
+    rescale_factor: float = 1 / 255
 
     def num_tokens(self, grid_hw: tuple[int, int]) -> int:
         """Tokens that attention sees for an image of `grid_hw` patches."""
@@ -121,6 +124,7 @@ class ResizeRule:
         layout, patch = self.layout, self.layout.patch_size
         if self.mode == "native":
             return layout.num_prefix_tokens + self.max_pixels // patch**2
+        assert layout.official is not None
         assert layout.official.output_hw is not None
         height, width = layout.official.output_hw
         return layout.num_tokens((height // patch, width // patch))
@@ -132,10 +136,12 @@ class ResizeRule:
             "patch_size": self.layout.patch_size,
             "image_mean": list(self.layout.image_mean),
             "image_std": list(self.layout.image_std),
+            "rescale_factor": self.layout.rescale_factor,
             "max_source_pixels": self.max_source_pixels,
         }
         if self.mode == "native":
             return described | {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels, "resample": 3}
+        assert self.layout.official is not None
         return described | asdict(self.layout.official)
 
 
@@ -177,6 +183,7 @@ def grid_of(size_hw: tuple[int, int], rule: ResizeRule) -> tuple[int, int]:
     if rule.mode == "native":
         return native_grid(size_hw, patch_size=patch, min_pixels=rule.min_pixels, max_pixels=rule.max_pixels)
     official = rule.layout.official
+    assert official is not None
     height, width = official.resized_hw(size_hw)
     if height * width > rule.max_source_pixels:
         msg = (
@@ -206,9 +213,13 @@ def bicubic_taps(num_out: int, num_in: int) -> tuple[Int32Array, Float32Array]:
     return taps, weights
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=128)
 def interpolation(grid_hw: tuple[int, int], table_hw: tuple[int, int]) -> tuple[Int32Array, Float32Array]:
-    """Rows of a position table (raster order) and weights, each (h * w, 16), for an image of `grid_hw` patches."""
+    """Rows of a position table (raster order) and weights, each (h * w, 16), for an image of `grid_hw` patches.
+
+    128 bytes per patch stay cached for each of the last 128 grids: a fixed area makes fewer grids than that, and where
+    every image has another grid a larger cache would not be hit.
+    """
     row_taps, row_weights = bicubic_taps(grid_hw[0], table_hw[0])
     column_taps, column_weights = bicubic_taps(grid_hw[1], table_hw[1])
     indices = row_taps[:, None, :, None] * table_hw[1] + column_taps[None, :, None, :]

@@ -6,6 +6,7 @@ import json
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
@@ -14,7 +15,7 @@ from vlmembed.errors import OutputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from pathlib import Path
+    from typing import Self
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +23,16 @@ class OutputPaths:
     """Where a run writes: the file, the errors beside it, and the parts until it is done."""
 
     output: Path
+
+    @classmethod
+    def of(cls, name: str) -> Self:
+        """The paths for an output as the user names it; a link is followed, so that it stays one.
+
+        Raises:
+            OutputError: not a .parquet file, or a folder.
+        """
+        path = Path(name)
+        return cls(output=Path(os.path.realpath(path)) if path.is_symlink() else path)
 
     def __post_init__(self) -> None:
         if self.output.suffix != ".parquet":
@@ -34,7 +45,7 @@ class OutputPaths:
     @property
     def errors(self) -> Path:
         """The rows that failed."""
-        return self.output.with_suffix(".errors.parquet")
+        return errors_beside(self.output)
 
     @property
     def partial(self) -> Path:
@@ -44,6 +55,11 @@ class OutputPaths:
     def all(self) -> tuple[Path, Path, Path]:
         """Every path that the run may create."""
         return self.output, self.errors, self.partial
+
+
+def errors_beside(output: Path) -> Path:
+    """Where the rows that failed are, for an output file."""
+    return output.with_suffix(".errors.parquet")
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:

@@ -39,6 +39,7 @@ MAX_GROUP_BYTES = 64 * 2**20
 """Bounds of the output's row groups, so that readers can seek."""
 
 _ROW = pa.field("row", pa.int64(), nullable=False)
+_FOUND_COLUMNS = ("id", "height", "width", "grid_h", "grid_w", "embedding")
 _PART_ERRORS_SCHEMA = pa.schema([_ROW, pa.field("content_hash", pa.binary(HASH_BYTES)), *ERRORS_SCHEMA])
 
 
@@ -55,21 +56,12 @@ class PartRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class StoredImage:
-    """A committed embedding, for a duplicate that comes later."""
+class Embedded:
+    """One image's result: `embedding` float32 (D,), `size_hw` in pixels, `grid_hw` in patches."""
 
-    key: str
     embedding: Float32Array
     size_hw: tuple[int, int]
     grid_hw: tuple[int, int]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoredFailure:
-    """A committed failure, for a duplicate that comes later."""
-
-    key: str
-    failure: Failure
 
 
 class PartStore:
@@ -133,8 +125,8 @@ class PartStore:
             codes.update(pq.read_table(path, columns=["code"])["code"].to_pylist())
         return codes
 
-    def find(self, row: int) -> StoredImage | StoredFailure:
-        """What was committed for a row that is not a duplicate itself.
+    def find(self, row: int) -> tuple[str, Embedded | Failure]:
+        """The id and the result that were committed for a row that is not a duplicate itself.
 
         Raises:
             AccountingError: the row's part holds it in neither of its files.
@@ -143,21 +135,16 @@ class PartStore:
         rows = self._rows(number)
         index = int(np.searchsorted(rows, row))
         if index == len(rows) or rows[index] != row:
-            if (stored := self._failures(number).get(row)) is not None:
-                return stored
+            if (failed := self._failures(number).get(row)) is not None:
+                return failed
             msg = f"row {row} is in neither file of part {number}, which is committed"
             raise AccountingError(msg)
         group, index = divmod(index, PART_GROUP_ROWS)
         table = self._group(number, group)
-        values = {name: table[name][index].as_py() for name in ("id", "width", "height", "grid_h", "grid_w")}
-        embeddings = table["embedding"].chunk(0)
-        width = embeddings.type.list_size
-        return StoredImage(
-            key=values["id"],
-            embedding=embeddings.flatten().to_numpy()[index * width : (index + 1) * width],
-            size_hw=(values["height"], values["width"]),
-            grid_hw=(values["grid_h"], values["grid_w"]),
-        )
+        key, *sizes = (table[name][index].as_py() for name in _FOUND_COLUMNS if name != "embedding")
+        embeddings, width = table["embedding"].chunk(0), self.embedding_width
+        embedding = embeddings.flatten().to_numpy()[index * width : (index + 1) * width]
+        return key, Embedded(embedding=embedding, size_hw=(sizes[0], sizes[1]), grid_hw=(sizes[2], sizes[3]))
 
     def _read_rows(self, number: int) -> Int64Array:
         rows: Int64Array = pq.read_table(self._part(number), columns=["row"])["row"].to_numpy()
@@ -165,21 +152,15 @@ class PartStore:
 
     def _read_group(self, number: int, group: int) -> pa.Table:
         with pq.ParquetFile(self._part(number)) as file:
-            return file.read_row_group(group).combine_chunks()
+            return file.read_row_group(group, columns=list(_FOUND_COLUMNS)).combine_chunks()
 
-    def _read_failures(self, number: int) -> dict[int, StoredFailure]:
-        return {
-            entry["row"]: StoredFailure(
-                key=entry["id"],
-                failure=Failure(
-                    row=entry["row"],
-                    stage=entry["stage"],
-                    code=FailureCode(entry["code"]),
-                    message=entry["message"],
-                ),
-            )
-            for entry in pq.read_table(self._part_errors(number)).to_pylist()
-        }
+    def _read_failures(self, number: int) -> dict[int, tuple[str, Failure]]:
+        found = {}
+        for entry in pq.read_table(self._part_errors(number)).to_pylist():
+            row, code = entry["row"], FailureCode(entry["code"])
+            failure = Failure(row=row, stage=entry["stage"], code=code, message=entry["message"])
+            found[row] = entry["id"], failure
+        return found
 
     def assemble(self, provenance: Mapping[str, Any]) -> None:
         """Stream the parts into the errors file and, unless nothing was embedded, the output; then drop the parts.
@@ -196,14 +177,21 @@ class PartStore:
             _concatenate(
                 self._paths.output, with_provenance(self._schema, provenance), self._each(self._part), num_rows
             )
-        self.drop()
+        else:
+            self._paths.output.unlink(missing_ok=True)  # --overwrite: what stood there is no result of this run
+        self.drop(self._folder)
 
     def _each(self, part: Callable[[int], Path]) -> list[Path]:
         return [part(record.number) for record in self.records]
 
-    def drop(self) -> None:
-        """Remove the partial folder."""
-        shutil.rmtree(self._paths.partial)
+    @staticmethod
+    def drop(folder: Path) -> None:
+        """Remove a partial folder, its manifest last: until then it can be told whose it was."""
+        for path in folder.iterdir():
+            if path.name not in ("manifest.json", "lock"):
+                path.unlink()
+        (folder / "manifest.json").unlink(missing_ok=True)
+        shutil.rmtree(folder)
 
 
 def _concatenate(target: Path, schema: pa.Schema, parts: Iterable[Path], num_rows: int) -> None:

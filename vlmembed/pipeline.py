@@ -7,16 +7,17 @@ Nothing waits without looking at the stop event, so an error or Ctrl-C anywhere 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import islice
+from itertools import groupby, islice
 from typing import TYPE_CHECKING
 
 from vlmembed.decode import decode
 from vlmembed.dedup import dedup, ref_of
-from vlmembed.errors import ImageError, StoppedError
+from vlmembed.errors import FailureCode, ImageError, StoppedError
 from vlmembed.packer import PackingStats, pack
 from vlmembed.parallel import Channel, ordered_map
 from vlmembed.preprocess import preprocess
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from vlmembed.progress import ProgressBar, StageClock
     from vlmembed.sources.base import Source
     from vlmembed.writer import Writer
+
+logger = logging.getLogger(__name__)
 
 MAX_PACKS_WAITING = 4
 MAX_EVENTS_WAITING = 4096
@@ -49,6 +52,8 @@ class Pipeline:
         packing: what the packer did.
         num_encoded, num_tokens: images and tokens encoded by this process.
         num_rows_read: rows read, those of an earlier start included.
+        num_malformed_exif: images whose EXIF block was ignored.
+        clock: where the time went.
     """
 
     def __init__(
@@ -73,7 +78,7 @@ class Pipeline:
         self._rule = rule
         self._encoder = encoder
         self._writer = writer
-        self._clock = clock
+        self.clock = clock
         self._stop = threading.Event()
         self._packs: Channel[PackedBatch] = Channel(MAX_PACKS_WAITING, self._stop)
         self._events: Channel[ImageRef | Failure | EmbeddingBatch] = Channel(MAX_EVENTS_WAITING, self._stop)
@@ -82,11 +87,13 @@ class Pipeline:
         self.num_encoded = 0
         self.num_tokens = 0
         self.num_rows_read = 0
+        self.num_malformed_exif = 0
+        self._exif_lock = threading.Lock()
 
     @property
     def stage_threads(self) -> dict[str, int]:
         """How many threads work in each stage."""
-        return {"read": 1, "decode": self._num_workers, "pack": 1, "encode": 1, "write": 1}
+        return {"read": 1, "dedup": 1, "decode": self._num_workers, "pack": 1, "encode": 1, "write": 1}
 
     def run(self, start: int, num_rows: int, bar: ProgressBar) -> None:
         """Take rows `start` to `num_rows` through all stages; returns when the last one is committed.
@@ -106,9 +113,9 @@ class Pipeline:
     @contextmanager
     def _joined(self, threads: list[threading.Thread]) -> Iterator[None]:
         """Start the threads; end them with the block, at once if it fails; then raise what went wrong first."""
-        for thread in threads:
-            thread.start()
         try:
+            for thread in threads:
+                thread.start()
             yield
             for thread in threads:
                 while thread.is_alive():  # a bounded wait each, so that Ctrl-C gets through
@@ -118,7 +125,8 @@ class Pipeline:
         finally:
             self._stop.set()
             for thread in threads:
-                thread.join(JOIN_SECONDS)
+                if thread.ident is not None:
+                    thread.join(JOIN_SECONDS)
         if self._errors:
             raise self._errors[0]
 
@@ -132,11 +140,10 @@ class Pipeline:
             self._stop.set()
 
     def _read(self, start: int, num_rows: int) -> None:
-        rows = self._clock.iterate("read", islice(self._source.read(start), num_rows - start))
+        rows = self.clock.iterate("read", islice(self._source.read(start), num_rows - start))
         with ThreadPoolExecutor(self._num_workers, thread_name_prefix="decode") as pool:
-            work = self._dedup_decoded if self._config.dedup == "pixels" else self._dedup_encoded
-            images = self._clock.iterate("wait for decode", work(self._counted(rows), pool))
-            for batch in self._clock.iterate("pack", pack(images, self._rule.layout, self.packing)):
+            images = self.clock.iterate("wait", self._images(self._counted(rows), pool))
+            for batch in self.clock.iterate("pack", pack(images, self._rule.layout, self.packing)):
                 self._packs.put(batch)
         self._packs.close()
 
@@ -145,13 +152,19 @@ class Pipeline:
             self.num_rows_read += 1
             yield image
 
-    def _dedup_encoded(self, rows: Iterator[EncodedImage], pool: ThreadPoolExecutor) -> Iterator[PatchedImage | None]:
-        """Hash the bytes, decode what is new. None marks the start of a part."""
+    def _images(self, rows: Iterator[EncodedImage], pool: ThreadPoolExecutor) -> Iterator[PatchedImage | None]:
+        """Unique images ready to be packed. None ends a part, and nothing is in flight across it: so rows wait in the
+        writer for at most the part being decoded and those being encoded."""
+        stage = self._dedup_decoded if self._config.dedup == "pixels" else self._dedup_encoded
+        for _, rows_of_part in groupby(rows, key=lambda image: image.row // self._rows_per_part):
+            yield from stage(rows_of_part, pool)
+            yield None
 
-        def unique() -> Iterator[UniqueImage | None]:
-            for ref, work in dedup(rows, self._index):
-                if ref.row % self._rows_per_part == 0:
-                    yield None
+    def _dedup_encoded(self, rows: Iterator[EncodedImage], pool: ThreadPoolExecutor) -> Iterator[PatchedImage]:
+        """Hash the bytes, decode what is new."""
+
+        def unique() -> Iterator[UniqueImage]:
+            for ref, work in self.clock.iterate("dedup", dedup(rows, self._index)):
                 self._events.put(ref)
                 if isinstance(work, Failure):
                     self._events.put(work)
@@ -159,12 +172,12 @@ class Pipeline:
                     yield work
 
         results = ordered_map(
-            lambda image: None if image is None else self._patch(image.row, image.content)[1],
+            lambda image: self._patch(image.row, image.content)[1],
             unique(),
             pool,
             max_items=4 * self._num_workers,
             max_bytes=MAX_DECODE_BYTES,
-            num_bytes=lambda image: 0 if image is None else len(image.content),
+            num_bytes=lambda image: len(image.content),
         )
         for result in results:
             if isinstance(result, Failure):
@@ -172,8 +185,8 @@ class Pipeline:
             else:
                 yield result
 
-    def _dedup_decoded(self, rows: Iterator[EncodedImage], pool: ThreadPoolExecutor) -> Iterator[PatchedImage | None]:
-        """Decode everything, hash the pixels. None marks the start of a part."""
+    def _dedup_decoded(self, rows: Iterator[EncodedImage], pool: ThreadPoolExecutor) -> Iterator[PatchedImage]:
+        """Decode everything, hash the pixels."""
 
         def work(image: EncodedImage) -> tuple[EncodedImage, bytes | None, PatchedImage | Failure]:
             return image, *self._patch(image.row, image.content)
@@ -187,9 +200,8 @@ class Pipeline:
             num_bytes=lambda image: len(image.content) if isinstance(image.content, bytes) else 0,
         )
         for image, pixel_hash, result in results:
-            if image.row % self._rows_per_part == 0:
-                yield None
-            ref = ref_of(image, pixel_hash, self._index)
+            with self.clock.measure("dedup"):
+                ref = ref_of(image, pixel_hash, self._index)
             self._events.put(ref)
             if ref.first_row != ref.row:
                 continue
@@ -203,20 +215,27 @@ class Pipeline:
         if isinstance(content, ImageError):
             return None, Failure.from_error(row, "read", content)
         stage, pixel_hash = "decode", None
-        with self._clock.measure("decode"):
+        with self.clock.measure("decode"):
             try:
                 decoded = decode(content, max_source_pixels=self._config.max_source_pixels)
+                if decoded.exif_problem:
+                    with self._exif_lock:
+                        self.num_malformed_exif += 1
+                    logger.warning("row %d: malformed EXIF ignored (%s)", row, decoded.exif_problem)
                 if self._config.dedup == "pixels":
                     pixel_hash = decoded.pixel_hash()
                 stage = "preprocess"
                 return pixel_hash, preprocess(decoded.rgb, row, self._rule)
             except ImageError as error:
                 return pixel_hash, Failure.from_error(row, stage, error)
+            except MemoryError:
+                code = FailureCode.OUT_OF_MEMORY
+                return pixel_hash, Failure(row=row, stage=stage, code=code, message="no memory for the image's pixels")
 
     def _encode(self, bar: ProgressBar) -> None:
         began = time.perf_counter()
         for batch in self._packs:
-            with self._clock.measure("encode"):
+            with self.clock.measure("encode"):
                 result = self._encoder.encode(batch)
             self._events.put(result)
             self.num_encoded += len(batch.rows)
@@ -226,10 +245,10 @@ class Pipeline:
                 num_encoded=self.num_encoded,
                 num_tokens=self.num_tokens,
                 seconds=seconds,
-                slowest=self._clock.busiest(self.stage_threads, seconds)[0],
+                slowest=self.clock.busiest(self.stage_threads, seconds)[0],
             )
 
     def _write(self) -> None:
         for item in self._events:
-            with self._clock.measure("write"):
+            with self.clock.measure("write"):
                 self._writer.add(item)

@@ -54,5 +54,6 @@ def preprocess(rgb: Image.Image, row: int, rule: ResizeRule) -> PatchedImage:
     if rule.mode == "native":
         resized = rgb.resize((grid_hw[1] * patch, grid_hw[0] * patch), resample=Image.Resampling.BICUBIC)
     else:
+        assert rule.layout.official is not None
         resized = resize_official(rgb, rule.layout.official)
     return PatchedImage(row=row, patches=patchify(np.asarray(resized), patch), grid_hw=grid_hw, size_hw=size_hw)

@@ -72,7 +72,8 @@ class ProgressBar:
             initial=initial,
             disable=not enabled,
             smoothing=0,
-            bar_format="{l_bar}{bar:20}| {n_fmt}/{total_fmt} rows committed [{elapsed}<{remaining}{postfix}]",
+            dynamic_ncols=True,
+            bar_format="{n_fmt}/{total_fmt} committed [{elapsed}<{remaining}{postfix}] {bar}",
         )
 
     def committed(self, num_rows: int) -> None:
@@ -81,8 +82,8 @@ class ProgressBar:
 
     def note(self, *, num_encoded: int, num_tokens: int, seconds: float, slowest: str) -> None:
         """Show rates, in images and tokens per second, and the slowest stage."""
-        rate = f"{num_encoded / seconds:.1f} images/s, {num_tokens / seconds:,.0f} tokens/s"
-        self._bar.set_postfix_str(f"{num_encoded} encoded, {rate}, slowest stage: {slowest}", refresh=False)
+        rates = f"{num_encoded / seconds:.1f} img/s, {tqdm.format_sizeof(num_tokens / seconds)} tok/s"
+        self._bar.set_postfix_str(f"{rates}, slowest: {slowest}, {num_encoded} encoded", refresh=False)
         self._bar.update(0)
 
     def close(self) -> None:

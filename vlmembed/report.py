@@ -25,6 +25,7 @@ class RunReport:
         num_resumed: rows that an earlier start had committed.
         num_encoded, num_tokens: images and tokens that this process encoded.
         packing_efficiency: tokens over packs x budget, 0 to 1.
+        num_malformed_exif: images that were embedded as they are because their EXIF block could not be read.
         setup_seconds: listing and loading. seconds: all that came after.
         slowest_stage, slowest_share: the busiest stage and its share of the time, 0 to 1.
     """
@@ -44,6 +45,7 @@ class RunReport:
     num_tokens: int = 0
     num_packs: int = 0
     packing_efficiency: float = 0.0
+    num_malformed_exif: int = 0
     setup_seconds: float = 0.0
     seconds: float = 0.0
     slowest_stage: str = ""
@@ -55,8 +57,8 @@ class RunReport:
         return self.num_failed / self.num_rows
 
     @classmethod
-    def of_complete(cls, paths: OutputPaths, facts: Mapping[str, Any]) -> Self:
-        """The report of an output that is there; `facts` is its provenance."""
+    def from_provenance(cls, paths: OutputPaths, facts: Mapping[str, Any]) -> Self:
+        """What an output's own provenance `facts` tell of the run that made it; nothing of this process."""
         counts = facts["counts"]
         return cls(
             output=paths.output,

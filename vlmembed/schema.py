@@ -52,7 +52,7 @@ def output_schema(width: int, kept: pa.Schema) -> pa.Schema:
 
 def with_provenance(schema: pa.Schema, provenance: Mapping[str, Any]) -> pa.Schema:
     """`schema` with `provenance` as JSON under `PROVENANCE_KEY`."""
-    metadata = {PROVENANCE_KEY: json.dumps(provenance, ensure_ascii=False, sort_keys=True).encode()}
+    metadata = {PROVENANCE_KEY: json.dumps(provenance, sort_keys=True).encode()}
     return schema.with_metadata(metadata)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from vlmembed.errors import AccountingError, FailureCode, RowFailedError
-from vlmembed.parts import PartRecord, StoredFailure, StoredImage
+from vlmembed.parts import Embedded, PartRecord
 from vlmembed.types import EmbeddingBatch, Failure, ImageRef
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class _OpenPart:
     first_row: int
     num_rows: int
     refs: list[ImageRef] = field(default_factory=list)
-    outcomes: dict[int, Failure | StoredImage] = field(default_factory=dict)  # by row; none for a duplicate
+    outcomes: dict[int, Failure | Embedded] = field(default_factory=dict)  # by row; none for a duplicate
     num_duplicates: int = 0
 
     @property
@@ -99,20 +99,19 @@ class Writer:
                 self._fail(Failure(row=row, stage="encode", code=FailureCode.NON_FINITE, message=message))
                 continue
             part = self._part_of(row)
-            part.outcomes[row] = StoredImage(
-                key="",
+            part.outcomes[row] = Embedded(
                 embedding=batch.embeddings[index],
                 size_hw=tuple(batch.size_hw[index].tolist()),
                 grid_hw=tuple(batch.grid_hw[index].tolist()),
             )
 
     def _commit(self, number: int, part: _OpenPart) -> None:
-        images: list[tuple[ImageRef, StoredImage, str | None]] = []
+        images: list[tuple[ImageRef, Embedded, str | None]] = []
         failures: list[tuple[ImageRef, Failure]] = []
         keys = {ref.row: ref.key for ref in part.refs}
         for ref in part.refs:
             first_key, outcome = self._resolve(ref, part, keys)
-            if isinstance(outcome, StoredImage):
+            if isinstance(outcome, Embedded):
                 images.append((ref, outcome, first_key if ref.first_row != ref.row else None))
             elif ref.first_row == ref.row:
                 failures.append((ref, outcome))
@@ -131,14 +130,13 @@ class Writer:
         self._store.commit(record, self._columns(images), _error_columns(failures))
         self._on_commit(record)
 
-    def _resolve(self, ref: ImageRef, part: _OpenPart, keys: dict[int, str]) -> tuple[str, StoredImage | Failure]:
+    def _resolve(self, ref: ImageRef, part: _OpenPart, keys: dict[int, str]) -> tuple[str, Embedded | Failure]:
         """The id and the outcome of the first row with this content: in this part, or committed before."""
         if ref.first_row >= part.first_row:
             return keys[ref.first_row], part.outcomes[ref.first_row]
-        stored = self._store.find(ref.first_row)
-        return stored.key, stored.failure if isinstance(stored, StoredFailure) else stored
+        return self._store.find(ref.first_row)
 
-    def _columns(self, images: list[tuple[ImageRef, StoredImage, str | None]]) -> dict[str, Any]:
+    def _columns(self, images: list[tuple[ImageRef, Embedded, str | None]]) -> dict[str, Any]:
         width = self._store.embedding_width
         embeddings = np.empty((len(images), width), np.float32)
         for index, (_, image, _) in enumerate(images):

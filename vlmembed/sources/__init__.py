@@ -72,9 +72,12 @@ def _list_inputs(
 ) -> Counter[str]:
     """Fill `listed`; returns what was skipped, by kind."""
     walk = Walk(recursive=config.recursive, excluded={os.path.realpath(path) for path in own_output})
-    inputs = [name for given in config.inputs for name in _expand(given)]
+    inputs = [name for given in config.inputs for name in _expand(given, walk)]
     _check_overlap(inputs)
     for name in inputs:
+        if walk.is_own_output(name):
+            msg = f"{name!r} is input and output of the same run: choose another output"
+            raise InputError(msg)
         prefix = name.rstrip("/") if len(inputs) > 1 else ""
         if Path(name).is_dir():
             walk.parquet_files.clear()
@@ -138,17 +141,25 @@ def _assemble(
     return source
 
 
-def _expand(name: str) -> list[str]:
-    """An input as typed; a glob becomes its matches, by name."""
+def _expand(name: str, walk: Walk) -> list[str]:
+    """An input as typed; a glob becomes its matches, by name, told and counted as in a folder.
+
+    A match inside a folder that matches too is left to that folder.
+    """
     if os.path.lexists(name):
         return [name]
-    if glob.has_magic(name):
-        if matches := sorted(glob.glob(name, recursive=True)):  # noqa: PTH207  Path.glob cannot be absolute
-            return matches
+    if not glob.has_magic(name):
+        msg = f"{name!r} does not exist"
+        raise InputError(msg)
+    matches = sorted(glob.glob(name, recursive=True))  # noqa: PTH207  Path.glob cannot be absolute
+    folders = {os.path.abspath(match) for match in matches if Path(match).is_dir()}  # noqa: PTH100  no links followed
+    outer = [match for match in matches if not folders & set(map(str, Path(os.path.abspath(match)).parents))]  # noqa: PTH100
+    walk.parquet_files.clear()
+    found = [match for match in outer if Path(match).is_dir() or walk.is_picture(match)]
+    if not matches:
         msg = f"no file matches {name!r}"
         raise InputError(msg)
-    msg = f"{name!r} does not exist"
-    raise InputError(msg)
+    return sorted([*found, *walk.parquet_files])
 
 
 def _check_overlap(inputs: Sequence[str]) -> None:

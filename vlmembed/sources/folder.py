@@ -87,15 +87,13 @@ class Walk:
     parquet_files: list[str] = field(default_factory=list)
     _extensions: frozenset[str] = field(default_factory=picture_extensions)
 
-    def pictures(
-        self, folder: str, above: frozenset[tuple[int, int]] = frozenset()
-    ) -> Iterator[os.DirEntry[str] | str]:
-        """Yield the picture entries below `folder`, by name; a folder that cannot be read is yielded as its path."""
+    def pictures(self, folder: str, above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[str]:
+        """Yield the paths of the pictures below `folder`, by name; of an unreadable folder too, with a ``/``."""
         try:
             status = os.stat(folder)  # noqa: PTH116  str paths survive undecodable names without a Path each
             entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         except OSError:
-            yield folder
+            yield f"{folder}/"
             return
         identity = (status.st_dev, status.st_ino)
         if identity in above:
@@ -104,20 +102,28 @@ class Walk:
         for entry in entries:
             if entry.name.startswith("."):
                 self.skipped["hidden"] += 1
-            elif os.path.realpath(entry.path) in self.excluded:
+            elif not _is_folder(entry):
+                if self.is_picture(entry.path):
+                    yield entry.path
+            elif self.is_own_output(entry.path):
                 self.skipped["own output"] += 1
-            elif _is_folder(entry):
-                if self.recursive:
-                    yield from self.pictures(entry.path, above | {identity})
-                else:
-                    self.skipped["subfolder"] += 1
-            elif self._is_picture(entry):
-                yield entry
+            elif self.recursive:
+                yield from self.pictures(entry.path, above | {identity})
+            else:
+                self.skipped["subfolder"] += 1
 
-    def _is_picture(self, entry: os.DirEntry[str]) -> bool:
-        extension = os.path.splitext(entry.name)[1].lower()  # noqa: PTH122  see `pictures`
+    def is_own_output(self, path: str) -> bool:
+        """Whether the run itself writes there."""
+        return os.path.realpath(path) in self.excluded
+
+    def is_picture(self, path: str) -> bool:
+        """Whether a file that was found is a row; if not, it is counted, or kept among `parquet_files`."""
+        if self.is_own_output(path):
+            self.skipped["own output"] += 1
+            return False
+        extension = os.path.splitext(path)[1].lower()  # noqa: PTH122  see `pictures`
         try:
-            mode = entry.stat().st_mode
+            mode = os.stat(path).st_mode  # noqa: PTH116  see `pictures`
         except OSError:  # a broken link: a row that will fail as missing, if its name promises a picture
             mode = stat.S_IFREG
         if not stat.S_ISREG(mode):
@@ -126,14 +132,14 @@ class Walk:
         if extension in self._extensions:
             return True
         try:
-            with open(entry.path, "rb") as file:  # noqa: PTH123  see `pictures`
+            with open(path, "rb") as file:  # noqa: PTH123  see `pictures`
                 head = file.read(SNIFF_BYTES)
         except OSError:
             head = b""
         if sniff_format(head) is not None:
             return True
-        if extension == ".parquet" and not entry.name.startswith("_"):
-            self.parquet_files.append(entry.path)
+        if extension == ".parquet" and not os.path.basename(path).startswith("_"):  # noqa: PTH119  see `pictures`
+            self.parquet_files.append(path)
         else:
             self.skipped[escape_name(extension) or "no extension"] += 1
         return False
@@ -204,17 +210,18 @@ class FolderSource:
 def list_folder(source: FolderSource, walk: Walk, folder: str, prefix: str) -> int:
     """Add every picture below `folder` to `source`; returns how many."""
     count = 0
-    for entry in walk.pictures(folder):
-        path = entry if isinstance(entry, str) else entry.path
-        source.add(path, key_of(path, folder, prefix) + ("/" if path is entry else ""))
+    for path in walk.pictures(folder):
+        source.add(path, key_of(path, folder, prefix) + ("/" if path.endswith("/") else ""))
         count += 1
     return count
 
 
 def is_parquet(path: Path) -> bool:
-    """Whether the bytes of a file say Parquet."""
+    """Whether the bytes or the name of a file say Parquet."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            return False  # reading from a pipe would wait for its writer
         with path.open("rb") as file:
-            return file.read(4) == b"PAR1"
+            return path.suffix == ".parquet" or file.read(4) == b"PAR1"
     except OSError:
         return False

@@ -27,6 +27,10 @@ BATCH_BYTES = 16 * 2**20
 
 MAX_BATCH_ROWS = 1024
 
+READ_BUFFER_BYTES = 2**20
+"""Column chunks are read through a buffer of this size, or one data page if that is larger; pyarrow's default takes a
+whole row group into memory."""
+
 _BINARY_NAMES = ("image", "img", "picture", "photo", "bytes", "image_bytes", "jpg", "jpeg", "png", "webp")
 _PATH_NAMES = ("image", "image_path", "path", "file_path", "filepath", "file_name", "filename", "file")
 
@@ -50,9 +54,10 @@ def _is_image_struct(kind: pa.DataType) -> bool:
     if not pa.types.is_struct(kind):
         return False
     fields = {field.name: field.type for field in kind}
-    return ("bytes" in fields and _is_binary(fields["bytes"])) or (
-        "path" in fields and set(fields) <= {"bytes", "path"}
-    )
+    contents, paths = fields.get("bytes"), fields.get("path")
+    if contents is None:
+        return paths is not None and set(fields) == {"path"} and _is_string(paths)
+    return _is_binary(contents) and (paths is None or _is_string(paths) or pa.types.is_null(paths))
 
 
 def find_image_column(schema: pa.Schema, name: str) -> str:
@@ -129,8 +134,14 @@ class ParquetSource:
 
     def _check_columns(self, schema: pa.Schema, key: str) -> None:
         for name in self._columns:
-            if name not in schema.names:
-                msg = f"{key} has no column {name!r}; it has {', '.join(schema.names)}"
+            if schema.names.count(name) != 1:
+                number = "more than one" if name in schema.names else "no"
+                msg = f"{key} has {number} column {name!r}; it has {', '.join(schema.names)}"
+                raise InputError(msg)
+        if self._id_column is not None:
+            kind = schema.field(self._id_column).type
+            if not (_is_string(kind) or pa.types.is_integer(kind)):
+                msg = f"--id-column {self._id_column!r} of {key} has type {kind}; ids are strings or integers"
                 raise InputError(msg)
         kind = schema.field(self._image_column).type
         if not (_is_image_struct(kind) or _is_binary(kind) or _is_string(kind)):
@@ -206,7 +217,7 @@ class ParquetSource:
 
 def _open(path: Path) -> pq.ParquetFile:
     try:
-        return pq.ParquetFile(path)
+        return pq.ParquetFile(path, pre_buffer=False, buffer_size=READ_BUFFER_BYTES)
     except (OSError, pa.ArrowException) as error:
         msg = f"{path} cannot be read as Parquet ({error}): write it again, or leave it out"
         raise InputError(msg) from error
@@ -247,7 +258,10 @@ def _content(contents: pa.Array | None, paths: pa.Array | None, index: int, fold
     content: Any = None if contents is None else contents[index].as_py()
     if content is not None:
         return bytes(content)
-    path = None if paths is None else paths[index].as_py()
+    try:
+        path = None if paths is None else paths[index].as_py()
+    except UnicodeDecodeError as error:
+        return ImageError(FailureCode.UNREADABLE, f"the row's path is not valid UTF-8: {error}")
     if path is not None:
         return read_content(str(folder / path))
     return ImageError(FailureCode.NULL, "the row's image is null")

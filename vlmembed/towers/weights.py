@@ -47,6 +47,9 @@ def find_model(name: str, revision: str | None = None) -> ModelFiles:
     Raises:
         ModelError: the files are not there; the message holds the commands that bring them.
     """
+    if revision is not None and (name in builtin.MODELS or Path(name).is_dir()):
+        msg = f"--revision {revision} is for Hugging Face ids, and {name!r} is a local model: leave it out"
+        raise ModelError(msg)
     if name in builtin.MODELS:
         folder, found = builtin.model_folder(name), f"built-in, {builtin.MODELS[name].origin}"
         if not (folder / "config.json").is_file():
@@ -122,7 +125,7 @@ def official_resize(processor: Mapping[str, Any]) -> OfficialResize:
         ModelError: it asks for steps that are not known here.
     """
     if not processor.get("do_resize", True):
-        msg = "preprocessor_config.json says do_resize false: --resize official needs a size; use --resize native"
+        msg = "preprocessor_config.json says do_resize false, which leaves the size open"
         raise ModelError(msg)
     size = processor.get("size")
     size = {"shortest_edge": size} if isinstance(size, int) else dict(size or {})
@@ -144,3 +147,19 @@ def official_resize(processor: Mapping[str, Any]) -> OfficialResize:
         crop_hw=(int(crop["height"]), int(crop["width"])) if crop else None,
         resample=int(processor.get("resample", 3)),
     )
+
+
+def normalisation(processor: Mapping[str, Any]) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+    """Mean and standard deviation per RGB channel; 0 and 1 where the image processor does not normalise.
+
+    Raises:
+        ModelError: it normalises, and does not say by what.
+    """
+    if not processor.get("do_normalize", True):
+        return (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+    try:
+        mean, std = ([float(value) for value in processor[key]] for key in ("image_mean", "image_std"))
+        return (mean[0], mean[1], mean[2]), (std[0], std[1], std[2])
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        msg = f"preprocessor_config.json normalises without a usable image_mean and image_std ({error!r})"
+        raise ModelError(msg) from error
