@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -146,7 +147,8 @@ def models(name: str | None, wheel: Path | None) -> None:
         there = (builtin.model_folder(builtin_name) / "config.json").is_file()
         state = "ready" if there else f"not here yet: vlmembed models --get {builtin_name}"
         click.echo(f"{builtin_name}  built-in ({state})")
-        click.echo(f"  {model.description}\n  Origin: {model.origin}.\n  Better: {model.instead}.")
+        for line in (model.description, f"Origin: {model.origin}.", f"Better: {model.instead}."):
+            click.echo(textwrap.fill(line, width=100, initial_indent="  ", subsequent_indent="  "))
     click.echo("\nA local folder or a Hugging Face id, by the model_type in its config.json:")
     for model_type, note in families.MODEL_TYPES.items():
         click.echo(f"{model_type}  {note}")

@@ -127,6 +127,7 @@ class Writer:
             num_duplicates=num_duplicates,
             num_failed=len(failures),
         )
+        assert record.num_embedded + record.num_duplicates + record.num_failed == record.num_rows
         self._store.commit(record, self._columns(images), _error_columns(failures))
         self._on_commit(record)
 
