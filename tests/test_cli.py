@@ -83,7 +83,7 @@ def test_models_usage() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "vlmembed", "models", "--get", "x"], capture_output=True, text=True, check=False
     )
-    assert run.returncode == 1
+    assert run.returncode == 2
     assert "no built-in model is called 'x'; there is: dinov2-small" in run.stderr
 
 

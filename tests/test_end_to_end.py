@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from decimal import Decimal
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import datasets
@@ -31,7 +32,6 @@ from vlmembed.parts import PartStore
 from vlmembed.schema import read_provenance
 
 if TYPE_CHECKING:
-    from pathlib import Path
     from typing import Any
 
     from vlmembed.report import RunReport
@@ -261,7 +261,7 @@ def test_ctrl_c_keeps_the_committed_parts_and_the_next_start_goes_on(tmp_path: P
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "interrupted; what was committed is kept" in stderr
+    assert "interrupted; whatever was committed is kept" in stderr
     assert "Traceback" not in stderr
     committed = lines.read_text().count("\n")
     assert 3 <= committed < 60
@@ -289,7 +289,7 @@ def test_exit_codes_and_what_is_said(tmp_path: Path, tiny_model: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "27 rows = 19 embedded + 2 duplicates + 6 failed" in done.stdout
     assert "failed: 3 truncated, 1 " in done.stdout
-    assert "no pictures, skipped: 1 .txt, 1 .json" in done.stdout
+    assert "skipped files: 1 .txt, 1 .json" in done.stdout
     assert "packing efficiency" in done.stdout
     assert done.stderr == ""  # no terminal, no bar
 
@@ -521,7 +521,7 @@ def test_settings_that_are_refused_before_anything_is_written(tmp_path: Path, ti
     ):
         with pytest.raises(ConfigError, match=message):
             run(tmp_path / "in.parquet", out, model=str(tiny_model), **settings)
-    with pytest.raises(ConfigError, match="inputs is the string 'images'"):
+    with pytest.raises(ConfigError, match="inputs is 'images'; it is a tuple"):
         EncodeConfig(inputs="images", output="o.parquet")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="is input and output of the same run"):
         run(out.with_name("in.parquet"), out.with_name("in.parquet"), model=str(tiny_model), overwrite=True)
@@ -540,3 +540,94 @@ def test_a_link_as_output_stays_a_link(tmp_path: Path, tiny_model: Path) -> None
     run(SAMPLES / "drawings", tmp_path / "link.parquet", model=str(tiny_model))
     assert (tmp_path / "link.parquet").is_symlink()
     assert pq.read_metadata(tmp_path / "real.parquet").num_rows == 8
+
+
+@pytest.mark.parametrize("settings", [{"resize": "official"}, {"dedup": "pixels"}, {"dedup": "none"}, {"limit": 90}])
+def test_every_kind_of_run_can_be_resumed_and_repeated(
+    settings: dict[str, Any], tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = many_pictures(tmp_path / "in", 100)
+    settings = settings | {"model": str(tiny_model), "rows_per_part": 20}
+    run(folder, tmp_path / "whole.parquet", **settings)
+    assert run(folder, tmp_path / "whole.parquet", **settings).already_complete
+    with monkeypatch.context() as patch:
+        stop_after(2, patch)
+        with pytest.raises(KeyboardInterrupt):
+            run(folder, tmp_path / "out.parquet", **settings)
+    assert run(folder, tmp_path / "out.parquet", **settings).num_resumed == 40
+    assert pq.read_table(tmp_path / "out.parquet").equals(pq.read_table(tmp_path / "whole.parquet"))
+
+
+def test_a_dtype_that_was_asked_for_binds_only_who_asks(tmp_path: Path, tiny_model: Path) -> None:
+    out = tmp_path / "out.parquet"
+    run(SAMPLES / "drawings", out, model=str(tiny_model), dtype="fp16")
+    assert run(SAMPLES / "drawings", out, model=str(tiny_model), dtype="fp16").already_complete
+    with pytest.raises(OutputError, match='dtype: "fp16" there'):
+        run(SAMPLES / "drawings", out, model=str(tiny_model))
+    run(SAMPLES / "drawings", out, model=str(tiny_model), overwrite=True)
+    assert read_provenance(pq.read_schema(out), "out")["fingerprint"]["dtype"] != "fp16"
+
+
+def test_a_kill_in_the_middle_of_clean_up(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = many_pictures(tmp_path / "in", 60)
+    out = tmp_path / "out.parquet"
+    settings = {"model": str(tiny_model), "rows_per_part": 20}
+    unlink, calls = Path.unlink, 0
+
+    def killed(self: Path, *, missing_ok: bool = False) -> None:
+        nonlocal calls
+        calls += ".partial" in str(self) and self.name.startswith("part")
+        if calls == 4:
+            raise KeyboardInterrupt
+        unlink(self, missing_ok=missing_ok)
+
+    for overwrite in (False, True):
+        calls = 0
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", killed)
+            with pytest.raises(KeyboardInterrupt):
+                run(folder, out, **settings, overwrite=True)
+        assert out.exists()
+        report = run(folder, out, **settings, overwrite=overwrite)
+        assert report.already_complete is not overwrite
+        assert not (tmp_path / "out.parquet.partial").exists()
+
+
+def test_a_damaged_manifest_goes_with_overwrite(tmp_path: Path, tiny_model: Path) -> None:
+    partial = tmp_path / "out.parquet.partial"
+    partial.mkdir()
+    (partial / "manifest.json").write_text("{")
+    with pytest.raises(OutputError, match=r"is damaged.*--overwrite"):
+        run(SAMPLES / "drawings", tmp_path / "out.parquet", model=str(tiny_model))
+    run(SAMPLES / "drawings", tmp_path / "out.parquet", model=str(tiny_model), overwrite=True)
+    partial.mkdir()
+    (partial / "lock").touch()
+    (partial / ".manifest.json.tmp").write_text("{")
+    assert run(SAMPLES / "drawings", tmp_path / "other.parquet", model=str(tiny_model)).num_embedded == 8
+
+
+def test_failures_of_an_earlier_start_count_for_on_error_fail(tmp_path: Path, tiny_model: Path) -> None:
+    run(SAMPLES, tmp_path / "out.parquet", model=str(tiny_model))
+    with pytest.raises(RowFailedError, match="6 rows failed in an earlier start"):
+        run(SAMPLES, tmp_path / "out.parquet", model=str(tiny_model), on_error="fail")
+
+
+def test_paths_are_taken_as_they_are(tmp_path: Path, tiny_model: Path) -> None:
+    config = EncodeConfig(inputs=(SAMPLES / "drawings",), output=tmp_path / "out.parquet", model=tiny_model)
+    assert vlmembed.encode(config).num_embedded == 8
+    assert EncodeConfig.from_toml(config.to_toml()).output == str(tmp_path / "out.parquet")
+    for settings in ({"workers": "2"}, {"limit": 2.0}):
+        with pytest.raises(ConfigError, match="it is a whole number"):
+            EncodeConfig(inputs=("a",), output="o.parquet", **settings)
+    with pytest.raises(OutputError, match="is not a name in Unicode"):
+        run(SAMPLES, tmp_path / "o\udcff.parquet", model=str(tiny_model))
+
+
+def test_kept_columns_of_files_that_differ_in_nullability(tmp_path: Path, tiny_model: Path) -> None:
+    content = (SAMPLES / "drawings" / "a.png").read_bytes()
+    for name, nullable in (("a", True), ("b", False), ("c", True)):
+        schema = pa.schema([pa.field("image", pa.binary()), pa.field("label", pa.string(), nullable=nullable)])
+        pq.write_table(pa.table({"image": [content], "label": [name]}, schema=schema), tmp_path / f"{name}.parquet")
+    names = [tmp_path / f"{name}.parquet" for name in "bac"]
+    run(names, tmp_path / "out.parquet", model=str(tiny_model), keep_columns=("label",))
+    assert pq.read_table(tmp_path / "out.parquet")["label"].to_pylist() == ["b", "a", "c"]

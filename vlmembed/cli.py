@@ -48,7 +48,7 @@ _HELP = {
     "dedup": "What is hashed to find duplicates.",
     "on_error": "What a failed row does to the run.",
     "max_error_rate": "Share of failed rows above which the exit code is 3.",
-    "overwrite": "Replace an existing output, drop an unfinished run.",
+    "overwrite": "Replace an existing output, and the parts of another run.",
     "rows_per_part": "Input rows committed together.",
 }
 _SWITCHES = {"normalize": "--normalize/--no-normalize", "recursive": "--recursive/--no-recursive"}
@@ -168,7 +168,7 @@ def describe_report(report: RunReport) -> str:
         lines.append(f"  failed: {codes} (in {report.errors})")
     if report.skipped:
         skipped = ", ".join(f"{count} {kind}" for kind, count in report.skipped.items())
-        lines.append(f"  no pictures, skipped: {skipped}")
+        lines.append(f"  skipped files: {skipped}")
     if report.num_malformed_exif:
         lines.append(f"  {report.num_malformed_exif:,} images had a malformed EXIF block, which was ignored (see -v)")
     if report.num_resumed:
@@ -229,7 +229,7 @@ def main() -> None:
         error.show()
         sys.exit(EXIT_USAGE)
     except (KeyboardInterrupt, click.Abort):
-        click.echo("\ninterrupted; what was committed is kept, and the same command goes on from there", err=True)
+        click.echo("\ninterrupted; whatever was committed is kept, and the same command goes on from there", err=True)
         sys.stdout.flush()
         # Not sys.exit: an interrupt that struck inside an import's exec() would make Python exit with the signal, and
         # a decoding thread that hangs would be waited for.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import tomllib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -61,13 +62,13 @@ class EncodeConfig:
         dedup: hash the encoded ``"bytes"`` or the decoded ``"pixels"``.
         on_error: ``"fail"`` ends the run at the first failed row.
         max_error_rate: share of failed rows, 0 to 1, above which the command exits with 3.
-        overwrite: replace an existing output and drop the parts of an unfinished run.
+        overwrite: replace an existing output, and the parts of another run; those of the same run are gone on with.
         rows_per_part: input rows that are committed together.
     """
 
-    inputs: tuple[str, ...]
-    output: str
-    model: str = "dinov2-small"
+    inputs: tuple[str | os.PathLike[str], ...]
+    output: str | os.PathLike[str]
+    model: str | os.PathLike[str] = "dinov2-small"
     revision: str | None = None
     device: str = "auto"
     dtype: str = "auto"
@@ -97,7 +98,11 @@ class EncodeConfig:
                 msg = f"{name} is {value!r}; it can be {', '.join(allowed)}"
                 raise ConfigError(msg)
         for name in _AT_LEAST_ONE:
-            if (value := getattr(self, name)) is not None and value < 1:
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, int):
+                msg = f"{name} is {value!r}; it is a whole number"
+                raise ConfigError(msg)
+            if value is not None and value < 1:
                 msg = f"{name} is {value}; it must be 1 or more"
                 raise ConfigError(msg)
         if not 0 <= self.max_error_rate <= 1:
@@ -106,8 +111,8 @@ class EncodeConfig:
 
     def _check_lists(self) -> None:
         for name in ("inputs", "keep_columns"):
-            if isinstance(value := getattr(self, name), str):
-                msg = f"{name} is the string {value!r}; it is a tuple of them: ({value!r},)"
+            if isinstance(value := getattr(self, name), (str, os.PathLike)):
+                msg = f"{name} is {value!r}; it is a tuple of them: ({value!r},)"
                 raise ConfigError(msg)
         if not self.inputs:
             msg = "no input given: name at least one folder, picture or Parquet file"
@@ -145,9 +150,15 @@ class EncodeConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, without the fields that are None."""
-        values = dataclasses.asdict(self)
-        return {key: list(v) if isinstance(v, tuple) else v for key, v in values.items() if v is not None}
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {key: _plain(value) for key, value in values.items() if value is not None}
 
     def to_toml(self) -> str:
         """The config as a recipe: one ``key = value`` a line."""
         return tomli_w.dumps(self.to_dict())
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401  whatever a setting can be
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value

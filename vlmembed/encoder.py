@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from typing import TYPE_CHECKING, Any
 
@@ -90,9 +91,9 @@ class Encoder:
     def load(cls, config: EncodeConfig) -> Encoder:
         """Load the tower of a config whose device and dtype are decided; ``pool="auto"`` is the tower's own."""
         device = pick_device(config.device)
-        tower = load_tower(config.model, revision=config.revision, dtype=DTYPES[config.dtype], device=device)
+        tower = load_tower(os.fspath(config.model), revision=config.revision, dtype=DTYPES[config.dtype], device=device)
         pool = tower.default_pool if config.pool == "auto" else config.pool
-        return cls(tower, pool=pool, normalize=config.normalize, name=config.model, revision=tower.revision)
+        return cls(tower, pool=pool, normalize=config.normalize, name=os.fspath(config.model), revision=tower.revision)
 
     @property
     def backend(self) -> dict[str, str]:

@@ -25,7 +25,7 @@ class OutputPaths:
     output: Path
 
     @classmethod
-    def of(cls, name: str) -> Self:
+    def of(cls, name: str | os.PathLike[str]) -> Self:
         """The paths for an output as the user names it; a link is followed, so that it stays one.
 
         Raises:
@@ -38,6 +38,11 @@ class OutputPaths:
         if self.output.suffix != ".parquet":
             msg = f"output {str(self.output)!r} does not end in .parquet: name a file like out.parquet"
             raise OutputError(msg)
+        try:
+            str(self.output).encode()
+        except UnicodeEncodeError:
+            msg = f"output {str(self.output)!r} is not a name in Unicode, which Parquet writers need: choose another"
+            raise OutputError(msg) from None
         if self.output.is_dir():
             msg = f"output {str(self.output)!r} is a folder: name a file that does not exist"
             raise OutputError(msg)
@@ -62,8 +67,8 @@ def errors_beside(output: Path) -> Path:
     return output.with_suffix(".errors.parquet")
 
 
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Whose parts a partial folder holds, or None where it holds none.
+def read_manifest(folder: Path, *, ignore_damage: bool = False) -> dict[str, Any] | None:
+    """Whose parts a partial folder holds, or None where it holds none (or, under `ignore_damage`, where it is damaged).
 
     Raises:
         OutputError: a folder of that name which no run of vlmembed made.
@@ -73,21 +78,31 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
-        if set(os.listdir(folder)) <= {"lock"}:  # noqa: PTH208  a set of names is what is wanted
+        if set(os.listdir(folder)) <= {"lock", ".manifest.json.tmp"}:  # noqa: PTH208  a set of names is what is wanted
             return None  # killed before the first line was written
         msg = f"{folder} exists and holds no manifest.json, so it is not a run of vlmembed: move it away"
         raise OutputError(msg) from None
     except ValueError as error:
+        if ignore_damage:
+            return None
         msg = f"{folder / 'manifest.json'} is damaged ({error}): start anew with --overwrite"
         raise OutputError(msg) from error
     assert isinstance(manifest, dict)
     return manifest
 
 
+def drop_parts(folder: Path) -> None:
+    """Remove every part; their list first, so that no part is ever listed that is not there."""
+    (folder / "parts.jsonl").unlink(missing_ok=True)
+    sync_folder(folder)
+    for path in folder.iterdir():
+        if path.name not in ("manifest.json", "lock"):
+            path.unlink()
+
+
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Start the partial folder of a run; parts that it held before are gone."""
-    for path in folder.glob("part*"):
-        path.unlink()
+    drop_parts(folder)
     with atomic(folder / "manifest.json") as path:
         path.write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
 

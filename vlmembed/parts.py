@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vlmembed.errors import AccountingError, FailureCode
-from vlmembed.output import atomic
+from vlmembed.output import atomic, drop_parts
 from vlmembed.schema import ERRORS_SCHEMA, HASH_BYTES, with_provenance
 from vlmembed.types import Failure
 
@@ -187,9 +187,7 @@ class PartStore:
     @staticmethod
     def drop(folder: Path) -> None:
         """Remove a partial folder, its manifest last: until then it can be told whose it was."""
-        for path in folder.iterdir():
-            if path.name not in ("manifest.json", "lock"):
-                path.unlink()
+        drop_parts(folder)
         (folder / "manifest.json").unlink(missing_ok=True)
         shutil.rmtree(folder)
 

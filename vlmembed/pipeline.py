@@ -2,7 +2,8 @@
 
     reader thread: source -> dedup -> (pool: decode, preprocess) -> pack      main thread: encode     writer thread
 
-Nothing waits without looking at the stop event, so an error or Ctrl-C anywhere ends the run.
+No channel is waited for without a look at the stop event, so an error or Ctrl-C anywhere ends the run; a decode that is
+under way is waited for, for a minute at most.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class ProgressBar:
             disable=not enabled,
             smoothing=0,
             dynamic_ncols=True,
-            bar_format="{n_fmt}/{total_fmt} committed [{elapsed}<{remaining}{postfix}] {bar}",
+            bar_format="{n_fmt}/{total_fmt} rows [{elapsed}<{remaining}{postfix}] {bar}",
         )
 
     def committed(self, num_rows: int) -> None:
@@ -83,7 +83,7 @@ class ProgressBar:
     def note(self, *, num_encoded: int, num_tokens: int, seconds: float, slowest: str) -> None:
         """Show rates, in images and tokens per second, and the slowest stage."""
         rates = f"{num_encoded / seconds:.1f} img/s, {tqdm.format_sizeof(num_tokens / seconds)} tok/s"
-        self._bar.set_postfix_str(f"{rates}, slowest: {slowest}, {num_encoded} encoded", refresh=False)
+        self._bar.set_postfix_str(f"{slowest}-bound, {rates}, {num_encoded} encoded", refresh=False)
         self._bar.update(0)
 
     def close(self) -> None:

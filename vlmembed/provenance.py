@@ -40,7 +40,7 @@ def make_fingerprint(
     num_rows: int,
 ) -> dict[str, Any]:
     """What two runs must share for one to go on where the other stopped."""
-    return {
+    fingerprint = {
         "format": FORMAT,
         **model,
         **preprocessing,
@@ -55,6 +55,8 @@ def make_fingerprint(
         "source_sha256": source_sha256,
         "num_rows": num_rows,
     }
+    plain: dict[str, Any] = json.loads(json.dumps(fingerprint))  # as it will be read back: tuples are lists
+    return plain
 
 
 def difference(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -70,11 +72,18 @@ def difference(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def make_provenance(
-    config: EncodeConfig, fingerprint: Mapping[str, Any], *, model: Mapping[str, str], backend: Mapping[str, str]
+    requested: EncodeConfig,
+    config: EncodeConfig,
+    fingerprint: Mapping[str, Any],
+    *,
+    model: Mapping[str, str],
+    backend: Mapping[str, str],
 ) -> dict[str, Any]:
     """Everything recorded with an output, apart from its counts. No time and no machine name: a run that is repeated
-    on the same machine writes the same file."""
+    on the same machine writes the same file. `requested` is the config as given, `config` as decided."""
+    asked, decided = requested.to_dict(), config.to_dict()
     return {
+        "decided": sorted(name for name in decided if asked.get(name, "auto") == "auto"),
         "fingerprint": dict(fingerprint),
         "recipe": replace(config, overwrite=False).to_toml(),  # how to make the file, not what was there before
         "model": dict(model),

@@ -16,7 +16,7 @@ from vlmembed.config import EncodeConfig
 from vlmembed.decode import PIXEL_POLICY, own_pillow_settings
 from vlmembed.dedup import HashIndex
 from vlmembed.encoder import Encoder, pick_device, pick_dtype
-from vlmembed.errors import ConfigError, InputError, ModelError, NothingEmbeddedError, OutputError
+from vlmembed.errors import ConfigError, InputError, ModelError, NothingEmbeddedError, OutputError, RowFailedError
 from vlmembed.layout import ResizeRule
 from vlmembed.output import OutputPaths, lock, read_manifest, write_manifest
 from vlmembed.parts import PartStore, read_records
@@ -86,7 +86,9 @@ def encode(config: EncodeConfig, *, progress: bool = False) -> RunReport:
         logger.info("%s loaded on %s, %s", config.model, plan.config.device, plan.config.dtype)
         if same and earlier.output is not None:
             _drop_leftovers(paths, earlier)
-            return RunReport.from_provenance(paths, earlier.output)
+            report = RunReport.from_provenance(paths, earlier.output)
+            _check_failures(plan.config, report.num_failed)
+            return report
         stack.enter_context(lock(paths.partial))
         if _find_earlier(paths, overwrite=config.overwrite) != earlier:
             msg = f"another process has just written to {paths.output}: run the command again to see what it left"
@@ -102,7 +104,7 @@ def _find_earlier(paths: OutputPaths, *, overwrite: bool) -> _Earlier:
     Raises:
         OutputError: a file of another kind is in the way.
     """
-    manifest = read_manifest(paths.partial)
+    manifest = read_manifest(paths.partial, ignore_damage=overwrite)
     partial = manifest if read_records(paths.partial) else None  # a run that committed nothing binds nobody
     output = None
     if not overwrite:
@@ -125,7 +127,8 @@ def _provenance_of(path: Path) -> dict[str, Any]:
 def _drop_leftovers(paths: OutputPaths, earlier: _Earlier) -> None:
     """Remove the parts of a run that was killed after its output was finished."""
     assert earlier.output is not None
-    if earlier.partial is not None and earlier.partial["fingerprint"] == earlier.output["fingerprint"]:
+    manifest = read_manifest(paths.partial)
+    if manifest is not None and manifest["fingerprint"] == earlier.output["fingerprint"]:
         with lock(paths.partial):
             PartStore.drop(paths.partial)
 
@@ -141,7 +144,8 @@ def _make_plan(config: EncodeConfig, paths: OutputPaths, source: Source, earlier
     device = pick_device(config.device)
     before = earlier.output or earlier.partial
     inherited = EncodeConfig.from_toml(before["recipe"]) if before else None
-    dtype = inherited.dtype if inherited and config.dtype == "auto" else pick_dtype(config.dtype, device)
+    keep = before is not None and config.dtype == "auto" and "dtype" in before["decided"]
+    dtype = inherited.dtype if inherited and keep else pick_dtype(config.dtype, device)
     decided = replace(config, device=str(device), dtype=dtype)
     encoder = Encoder.load(decided)
     mode = "native" if config.resize == "auto" else config.resize
@@ -166,7 +170,7 @@ def _make_plan(config: EncodeConfig, paths: OutputPaths, source: Source, earlier
                 return _make_plan(config, paths, source, _Earlier(output=None, partial=None))
             _refuse(paths.partial, lines)
     decided = _decide_sizes(decided, encoder, rule, device.type)
-    facts = make_provenance(decided, fingerprint, model=encoder.identity, backend=encoder.backend)
+    facts = make_provenance(config, decided, fingerprint, model=encoder.identity, backend=encoder.backend)
     plan = _Plan(
         config=decided,
         paths=paths,
@@ -253,10 +257,18 @@ def _auto_workers(device_type: str) -> int:
     return max(1, cores // 4) if device_type == "cpu" else max(1, cores - 1)
 
 
+def _check_failures(config: EncodeConfig, num_failed: int) -> None:
+    """Under ``on_error="fail"`` the failures of an earlier start count too."""
+    if config.on_error == "fail" and num_failed:
+        msg = f"{num_failed} rows failed in an earlier start, and on_error is fail: see them with --on-error skip"
+        raise RowFailedError(msg)
+
+
 def _run(plan: _Plan, *, began: float, progress: bool) -> RunReport:
     assert plan.config.rows_per_part is not None
     store = PartStore(plan.paths, plan.schema, rows_per_part=plan.config.rows_per_part)
     start = store.next_row
+    _check_failures(plan.config, sum(record.num_failed for record in store.records))
     if start:
         logger.info("going on at row %d", start)
     ready = time.perf_counter()

@@ -156,10 +156,11 @@ class Writer:
         }
 
     def _kept_columns(self, refs: list[ImageRef]) -> dict[str, Any]:
-        if not len(self._kept):
-            return {}
-        table = pa.Table.from_batches([ref.columns for ref in refs], schema=self._kept.remove_metadata())
-        return {name: table.column(name) for name in self._kept.names}
+        columns: dict[str, Any] = {}
+        for kept in self._kept:
+            chunks = [ref.columns.column(kept.name) for ref in refs if ref.columns is not None]
+            columns[kept.name] = pa.chunked_array(chunks, type=kept.type)
+        return columns
 
     def finish(self, num_rows_read: int) -> Counter[str]:
         """Check the law of the pipeline and return embedded, duplicate and failed rows.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import pyarrow as pa
 
 from vlmembed.errors import ConfigError, InputError
-from vlmembed.sources.folder import FolderSource, Walk, escape_name, is_parquet, key_of, list_folder
+from vlmembed.sources.folder import FolderSource, Walk, escape_name, is_parquet, key_of
 from vlmembed.sources.parquet import ParquetSource
 
 if TYPE_CHECKING:
@@ -72,20 +72,16 @@ def _list_inputs(
 ) -> Counter[str]:
     """Fill `listed`; returns what was skipped, by kind."""
     walk = Walk(recursive=config.recursive, excluded={os.path.realpath(path) for path in own_output})
-    inputs = [name for given in config.inputs for name in _expand(given, walk)]
+    typed = [os.fspath(name) for name in config.inputs]
+    inputs = [name for given in typed for name in _expand(given, walk)]
     _check_overlap(inputs)
     for name in inputs:
         if walk.is_own_output(name):
             msg = f"{name!r} is input and output of the same run: choose another output"
             raise InputError(msg)
-        prefix = name.rstrip("/") if len(inputs) > 1 else ""
+        prefix = "" if inputs == typed and len(inputs) == 1 else name.rstrip("/")
         if Path(name).is_dir():
-            walk.parquet_files.clear()
-            if list_folder(_last(listed, FolderSource), walk, name, prefix):
-                walk.skipped[".parquet"] += len(walk.parquet_files)
-            elif walk.parquet_files:
-                files = [(Path(path), key_of(path, name, prefix)) for path in sorted(walk.parquet_files)]
-                _last(listed, list).extend(files)
+            _list_folder(listed, walk, name, prefix)
             continue
         key = escape_name(prefix or os.path.basename(name))  # noqa: PTH119  as typed, undecodable or not
         if is_parquet(Path(name)):
@@ -93,6 +89,21 @@ def _list_inputs(
         else:
             _last(listed, FolderSource).add(name, key)
     return +walk.skipped
+
+
+def _list_folder(listed: list[FolderSource | list[tuple[Path, str]]], walk: Walk, folder: str, prefix: str) -> None:
+    """Add a folder's pictures to `listed`, or, where it has none, its Parquet files."""
+    walk.parquet_files.clear()
+    has_pictures = False
+    for path in walk.pictures(folder):
+        key = key_of(path, folder, prefix) + ("/" if path.endswith("/") else "")
+        _last(listed, FolderSource).add(path, key)
+        has_pictures = True
+    if has_pictures:
+        walk.skipped[".parquet"] += len(walk.parquet_files)
+    elif walk.parquet_files:
+        files = [(Path(path), key_of(path, folder, prefix)) for path in sorted(walk.parquet_files)]
+        _last(listed, list).extend(files)
 
 
 Kind = TypeVar("Kind", FolderSource, "list[tuple[Path, str]]")
@@ -116,7 +127,8 @@ def _assemble(
     listed = [entry for entry in listed if isinstance(entry, list) or entry.num_rows]
     if not listed:
         found = ", ".join(f"{count} {kind}" for kind, count in skipped.most_common()) or "nothing at all"
-        msg = f"no pictures in {', '.join(config.inputs)} (found and skipped: {found}): name a folder that has some"
+        given = ", ".join(map(str, config.inputs))
+        msg = f"no pictures in {given} (found and skipped: {found}): name a folder that has some"
         raise InputError(msg)
     for setting in ("image_column", "id_column", "keep_columns"):
         if getattr(config, setting) and not all(isinstance(entry, list) for entry in listed):
@@ -135,7 +147,7 @@ def _assemble(
     ]
     source = sources[0] if len(sources) == 1 else ChainedSource(sources)
     if source.num_rows == 0:
-        msg = f"{', '.join(config.inputs)}: the Parquet files have no rows"
+        msg = f"{', '.join(map(str, config.inputs))}: the Parquet files have no rows"
         raise InputError(msg)
     source.skipped = skipped
     return source
@@ -144,22 +156,30 @@ def _assemble(
 def _expand(name: str, walk: Walk) -> list[str]:
     """An input as typed; a glob becomes its matches, by name, told and counted as in a folder.
 
-    A match inside a folder that matches too is left to that folder.
+    A match inside a folder that matches too is left to that folder; of several ways to one file, one is taken.
     """
     if os.path.lexists(name):
         return [name]
     if not glob.has_magic(name):
         msg = f"{name!r} does not exist"
         raise InputError(msg)
-    matches = sorted(glob.glob(name, recursive=True))  # noqa: PTH207  Path.glob cannot be absolute
-    folders = {os.path.abspath(match) for match in matches if Path(match).is_dir()}  # noqa: PTH100  no links followed
-    outer = [match for match in matches if not folders & set(map(str, Path(os.path.abspath(match)).parents))]  # noqa: PTH100
-    walk.parquet_files.clear()
-    found = [match for match in outer if Path(match).is_dir() or walk.is_picture(match)]
+    # The shortest way to a file comes first: links can make many.
+    matches = sorted(glob.glob(name, recursive=True), key=lambda match: (match.count("/"), match))  # noqa: PTH207
     if not matches:
         msg = f"no file matches {name!r}"
         raise InputError(msg)
-    return sorted([*found, *walk.parquet_files])
+    folders = {os.path.realpath(match) for match in matches if Path(match).is_dir()}
+    walk.parquet_files.clear()
+    found: dict[str, str] = {}  # by where it really lies: a link to another match is that match
+    for match in matches:
+        real = os.path.realpath(match)
+        if real in found:
+            walk.skipped["matched twice"] += 1
+        elif folders & set(map(str, Path(real).parents)):
+            continue
+        elif Path(match).is_dir() or walk.is_picture(match):
+            found[real] = match
+    return sorted([*found.values(), *walk.parquet_files])
 
 
 def _check_overlap(inputs: Sequence[str]) -> None:

@@ -106,7 +106,7 @@ class Walk:
                 if self.is_picture(entry.path):
                     yield entry.path
             elif self.is_own_output(entry.path):
-                self.skipped["own output"] += 1
+                continue
             elif self.recursive:
                 yield from self.pictures(entry.path, above | {identity})
             else:
@@ -119,7 +119,6 @@ class Walk:
     def is_picture(self, path: str) -> bool:
         """Whether a file that was found is a row; if not, it is counted, or kept among `parquet_files`."""
         if self.is_own_output(path):
-            self.skipped["own output"] += 1
             return False
         extension = os.path.splitext(path)[1].lower()  # noqa: PTH122  see `pictures`
         try:
@@ -205,15 +204,6 @@ class FolderSource:
     def close(self) -> None:
         """Drop the scratch list."""
         self._list.close()
-
-
-def list_folder(source: FolderSource, walk: Walk, folder: str, prefix: str) -> int:
-    """Add every picture below `folder` to `source`; returns how many."""
-    count = 0
-    for path in walk.pictures(folder):
-        source.add(path, key_of(path, folder, prefix) + ("/" if path.endswith("/") else ""))
-        count += 1
-    return count
 
 
 def is_parquet(path: Path) -> bool:

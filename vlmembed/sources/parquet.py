@@ -122,7 +122,7 @@ class ParquetSource:
                     dict.fromkeys([self._image_column, *([id_column] if id_column else []), *keep_columns])
                 )
                 self._check_columns(own, key)
-                self.kept_schema = pa.schema([own.field(name) for name in keep_columns])
+                self.kept_schema = pa.schema([own.field(name).with_nullable(nullable=True) for name in keep_columns])
             self._check_same(own, schema, key)
             self._files.append(ParquetFile(path=path, key=key, num_rows=num_rows, first_row=self.num_rows))
             self.num_rows += num_rows
@@ -163,9 +163,13 @@ class ParquetSource:
         with closing(sqlite3.connect("")) as database:  # a scratch database, on disk once it grows
             database.execute("CREATE TABLE ids (id TEXT PRIMARY KEY) WITHOUT ROWID")
             for file in self._files:
-                with _open(file.path) as parquet:
-                    for batch in parquet.iter_batches(batch_size=2**16, columns=[column]):
-                        _insert_ids(database, batch.column(0).to_pylist(), column, file.key)
+                try:
+                    with _open(file.path) as parquet:
+                        for batch in parquet.iter_batches(batch_size=2**16, columns=[column]):
+                            _insert_ids(database, batch.column(0).to_pylist(), column, file.key)
+                except (OSError, ValueError, pa.ArrowException) as error:  # ValueError: bytes that are no text
+                    msg = f"--id-column {column!r} of {file.key} cannot be read ({error}): leave it out, or the file"
+                    raise InputError(msg) from error
 
     def read(self, start: int) -> Iterator[EncodedImage]:
         """Yield rows; what a damaged row group no longer gives fails row by row as ``unreadable``."""
@@ -218,8 +222,8 @@ class ParquetSource:
 def _open(path: Path) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(path, pre_buffer=False, buffer_size=READ_BUFFER_BYTES)
-    except (OSError, pa.ArrowException) as error:
-        msg = f"{path} cannot be read as Parquet ({error}): write it again, or leave it out"
+    except (OSError, UnicodeError, pa.ArrowException) as error:  # UnicodeError: a file name that does not decode
+        msg = f"{str(path)!r} cannot be read as Parquet ({error}): write it again, or leave it out"
         raise InputError(msg) from error
 
 

