@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import subprocess
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import PIL.Image
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from test_end_to_end import many_pictures, run
@@ -118,3 +124,29 @@ def test_the_clock_leaves_waiting_out() -> None:
     assert clock.seconds["inner"] >= 0.05
     assert clock.seconds["outer"] < 0.02
     assert clock.busiest({"outer": 1, "inner": 1}, 0.1)[0] == "inner"
+
+
+def test_memory_does_not_grow_with_the_rows(tmp_path: Path, tiny_model: Path) -> None:
+    generator = np.random.default_rng(0)
+    script = """
+import resource, sys, vlmembed
+config = vlmembed.EncodeConfig(inputs=(sys.argv[1],), output=sys.argv[2], model=sys.argv[3])
+report = vlmembed.encode(config)
+print(report.num_embedded, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+    peaks = []
+    for count in (1500, 12_000):
+        images = []
+        for _ in range(count):
+            buffer = io.BytesIO()
+            pixels = generator.integers(0, 256, (16, 16, 3), dtype=np.uint8)
+            PIL.Image.fromarray(pixels).save(buffer, "PNG", compress_level=0)
+            images.append(buffer.getvalue())
+        source, output = tmp_path / f"{count}.parquet", tmp_path / f"out{count}.parquet"
+        pq.write_table(pa.table({"image": images}), source, row_group_size=2000)
+        command = [sys.executable, "-c", script, str(source), str(output), str(tiny_model)]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        embedded, peak_kib = map(int, printed.split())
+        assert embedded == count
+        peaks.append(peak_kib)
+    assert peaks[1] - peaks[0] < 60 * 1024, peaks
