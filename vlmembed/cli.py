@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from vlmembed.config import CHOICES, EncodeConfig
+from vlmembed.config import CHOICES, WHOLE_NUMBERS, EncodeConfig
 from vlmembed.errors import UsageError, VlmembedError
 
 if TYPE_CHECKING:
@@ -52,15 +52,6 @@ _HELP = {
     "rows_per_part": "Input rows committed together.",
 }
 _SWITCHES = {"normalize": "--normalize/--no-normalize", "recursive": "--recursive/--no-recursive"}
-_NUMBERS = (
-    "min_pixels",
-    "max_pixels",
-    "max_source_pixels",
-    "max_tokens_per_batch",
-    "workers",
-    "limit",
-    "rows_per_part",
-)
 
 
 def config_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -74,7 +65,7 @@ def config_options(command: Callable[..., None]) -> Callable[..., None]:
             flag = _SWITCHES[field.name]
         elif field.name in CHOICES:
             options["type"] = click.Choice(CHOICES[field.name])
-        elif field.name in _NUMBERS:
+        elif field.name in WHOLE_NUMBERS:
             options["type"] = int
             options["show_default"] = "auto" if field.default is None and field.name != "limit" else True
         elif field.name == "keep_columns":

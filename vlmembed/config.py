@@ -28,7 +28,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 DEFAULT_MAX_SOURCE_PIXELS = 178_956_970
 """Where Pillow itself stops calling a picture plausible; as RGB it fills 0.5 GB."""
 
-_AT_LEAST_ONE = (
+WHOLE_NUMBERS = (
     "min_pixels",
     "max_pixels",
     "max_source_pixels",
@@ -37,6 +37,7 @@ _AT_LEAST_ONE = (
     "limit",
     "rows_per_part",
 )
+"""The fields that are 1 or more where they are given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +98,7 @@ class EncodeConfig:
             if (value := getattr(self, name)) not in allowed:
                 msg = f"{name} is {value!r}; it can be {', '.join(allowed)}"
                 raise ConfigError(msg)
-        for name in _AT_LEAST_ONE:
+        for name in WHOLE_NUMBERS:
             value = getattr(self, name)
             if value is not None and not isinstance(value, int):
                 msg = f"{name} is {value!r}; it is a whole number"

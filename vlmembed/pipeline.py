@@ -14,7 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import groupby, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from vlmembed.decode import decode
 from vlmembed.dedup import dedup, ref_of
@@ -25,7 +25,7 @@ from vlmembed.preprocess import preprocess
 from vlmembed.types import EmbeddingBatch, EncodedImage, Failure, ImageRef, PackedBatch, PatchedImage, UniqueImage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from vlmembed.config import EncodeConfig
     from vlmembed.dedup import HashIndex
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from vlmembed.progress import ProgressBar, StageClock
     from vlmembed.sources.base import Source
     from vlmembed.writer import Writer
+
+Image = TypeVar("Image", EncodedImage, UniqueImage)
 
 logger = logging.getLogger(__name__)
 
@@ -172,15 +174,7 @@ class Pipeline:
                 elif work is not None:
                     yield work
 
-        results = ordered_map(
-            lambda image: self._patch(image.row, image.content)[1],
-            unique(),
-            pool,
-            max_items=4 * self._num_workers,
-            max_bytes=MAX_DECODE_BYTES,
-            num_bytes=lambda image: len(image.content),
-        )
-        for result in results:
+        for _, _, result in self._in_pool(unique(), pool):
             if isinstance(result, Failure):
                 self._events.put(result)
             else:
@@ -188,19 +182,7 @@ class Pipeline:
 
     def _dedup_decoded(self, rows: Iterator[EncodedImage], pool: ThreadPoolExecutor) -> Iterator[PatchedImage]:
         """Decode everything, hash the pixels."""
-
-        def work(image: EncodedImage) -> tuple[EncodedImage, bytes | None, PatchedImage | Failure]:
-            return image, *self._patch(image.row, image.content)
-
-        results = ordered_map(
-            work,
-            rows,
-            pool,
-            max_items=4 * self._num_workers,
-            max_bytes=MAX_DECODE_BYTES,
-            num_bytes=lambda image: len(image.content) if isinstance(image.content, bytes) else 0,
-        )
-        for image, pixel_hash, result in results:
+        for image, pixel_hash, result in self._in_pool(rows, pool):
             with self.clock.measure("dedup"):
                 ref = ref_of(image, pixel_hash, self._index)
             self._events.put(ref)
@@ -210,6 +192,19 @@ class Pipeline:
                 self._events.put(result)
             else:
                 yield result
+
+    def _in_pool(
+        self, images: Iterable[Image], pool: ThreadPoolExecutor
+    ) -> Iterator[tuple[Image, bytes | None, PatchedImage | Failure]]:
+        """Each image with what `_patch` makes of it, in order, within the bounds of `pool`."""
+        return ordered_map(
+            lambda image: (image, *self._patch(image.row, image.content)),
+            images,
+            pool,
+            max_items=4 * self._num_workers,
+            max_bytes=MAX_DECODE_BYTES,
+            num_bytes=lambda image: len(image.content) if isinstance(image.content, bytes) else 0,
+        )
 
     def _patch(self, row: int, content: bytes | ImageError) -> tuple[bytes | None, PatchedImage | Failure]:
         """Decode and preprocess one image; its pixel hash too where the dedup wants one."""

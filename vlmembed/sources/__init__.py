@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import pyarrow as pa
 
 from vlmembed.errors import ConfigError, InputError
-from vlmembed.sources.folder import FolderSource, Walk, escape_name, is_parquet, key_of
+from vlmembed.sources.folder import FolderSource, Walk, escape_name, identity_of, is_parquet, key_of
 from vlmembed.sources.parquet import ParquetSource
 
 if TYPE_CHECKING:
@@ -71,12 +71,13 @@ def _list_inputs(
     config: EncodeConfig, own_output: Collection[Path], listed: list[FolderSource | list[tuple[Path, str]]]
 ) -> Counter[str]:
     """Fill `listed`; returns what was skipped, by kind."""
-    walk = Walk(recursive=config.recursive, excluded={os.path.realpath(path) for path in own_output})
+    excluded = {identity for path in own_output if (identity := identity_of(path))}
+    walk = Walk(recursive=config.recursive, excluded=excluded)
     typed = [os.fspath(name) for name in config.inputs]
     inputs = [name for given in typed for name in _expand(given, walk)]
     _check_overlap(inputs)
     for name in inputs:
-        if walk.is_own_output(name):
+        if identity_of(name) in excluded:
             msg = f"{name!r} is input and output of the same run: choose another output"
             raise InputError(msg)
         prefix = "" if inputs == typed and len(inputs) == 1 else name.rstrip("/")

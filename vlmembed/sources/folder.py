@@ -30,12 +30,11 @@ MAX_READ_AHEAD_BYTES = 128 * 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ListedFile:
-    """A file that is a row: where it is, its id, its size in bytes and its change time in ns (-1: unreadable)."""
+    """A file that is a row: where it is, its id, its size in bytes."""
 
     path: str
     key: str
     num_bytes: int
-    mtime_ns: int
 
 
 def escape_name(name: str) -> str:
@@ -82,7 +81,7 @@ class Walk:
     """
 
     recursive: bool
-    excluded: Collection[str] = ()  # real paths of the run's own output
+    excluded: Collection[tuple[int, int]] = ()  # the run's own output, by `identity_of`
     skipped: Counter[str] = field(default_factory=Counter)
     parquet_files: list[str] = field(default_factory=list)
     _extensions: frozenset[str] = field(default_factory=picture_extensions)
@@ -96,6 +95,8 @@ class Walk:
             yield f"{folder}/"
             return
         identity = (status.st_dev, status.st_ino)
+        if identity in self.excluded:
+            return
         if identity in above:
             self.skipped["symlink loop"] += 1
             return
@@ -105,26 +106,22 @@ class Walk:
             elif not _is_folder(entry):
                 if self.is_picture(entry.path):
                     yield entry.path
-            elif self.is_own_output(entry.path):
-                continue
             elif self.recursive:
                 yield from self.pictures(entry.path, above | {identity})
             else:
                 self.skipped["subfolder"] += 1
 
-    def is_own_output(self, path: str) -> bool:
-        """Whether the run itself writes there."""
-        return os.path.realpath(path) in self.excluded
-
     def is_picture(self, path: str) -> bool:
         """Whether a file that was found is a row; if not, it is counted, or kept among `parquet_files`."""
-        if self.is_own_output(path):
-            return False
         extension = os.path.splitext(path)[1].lower()  # noqa: PTH122  see `pictures`
         try:
-            mode = os.stat(path).st_mode  # noqa: PTH116  see `pictures`
+            status = os.stat(path)  # noqa: PTH116  see `pictures`
         except OSError:  # a broken link: a row that will fail as missing, if its name promises a picture
             mode = stat.S_IFREG
+        else:
+            mode = status.st_mode
+            if (status.st_dev, status.st_ino) in self.excluded:
+                return False
         if not stat.S_ISREG(mode):
             self.skipped["special file"] += 1
             return False
@@ -142,6 +139,15 @@ class Walk:
         else:
             self.skipped[escape_name(extension) or "no extension"] += 1
         return False
+
+
+def identity_of(path: str | os.PathLike[str]) -> tuple[int, int] | None:
+    """Device and inode of what lies at `path`, links followed; None where nothing does."""
+    try:
+        status = os.stat(path)  # noqa: PTH116  see `Walk.pictures`
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -174,15 +180,15 @@ class FolderSource:
         except OSError:
             num_bytes, mtime_ns = 0, -1
         self._hash.update(json.dumps([key, num_bytes, mtime_ns]).encode() + b"\n")
-        self._list.write(json.dumps([path, key, num_bytes, mtime_ns]) + "\n")
+        self._list.write(json.dumps([path, key, num_bytes]) + "\n")
         self.num_rows += 1
 
     def _listed(self, start: int) -> Iterator[tuple[int, ListedFile]]:
         self._list.seek(0)
         for row, line in enumerate(self._list):
             if row >= start:
-                path, key, num_bytes, mtime_ns = json.loads(line)
-                yield row, ListedFile(path=path, key=key, num_bytes=num_bytes, mtime_ns=mtime_ns)
+                path, key, num_bytes = json.loads(line)
+                yield row, ListedFile(path=path, key=key, num_bytes=num_bytes)
 
     def read(self, start: int) -> Iterator[EncodedImage]:
         """Read ahead with a few threads, yield in order."""

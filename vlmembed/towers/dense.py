@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from vlmembed.towers.weights import ModelFiles
 
-POOLS = ("cls", "mean")
-
 
 class DenseTower(nn.Module):
     """A DINOv2 tower that runs on packs.
