@@ -6,10 +6,10 @@ READY := $(VENV)/.ready
 MODEL := dinov2-small
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fmt bench clean model data
+.PHONY: help demo test test-slow check fmt bench clean model data
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "vlmembed needs Python 3.11 or newer; run make PYTHON=python3.11")'
@@ -32,6 +32,9 @@ $(STAMPS):
 
 test: model data  ## set up, run the tests
 	VLMEMBED_STAMPS=$(STAMPS) $(BIN)/python -m pytest
+
+test-slow: $(READY)  ## run the tests of full-size towers: minutes, and 10 GB of memory
+	$(BIN)/python -m pytest -m slow
 
 check: $(READY)  ## lint, types and import contracts; changes nothing
 	$(BIN)/ruff check .

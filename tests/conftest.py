@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from vlmembed.layout import TowerLayout
-    from vlmembed.towers.dense import DenseTower
+    from vlmembed.towers.base import Tower
     from vlmembed.types import PackedBatch
 
 ROOT = Path(__file__).parent.parent
@@ -38,7 +38,7 @@ def builtin_folder() -> Path:
 
 
 @pytest.fixture(scope="session")
-def tower(builtin_folder: Path) -> DenseTower:
+def tower(builtin_folder: Path) -> Tower:
     """The built-in tower in float32 on the CPU."""
     return load_tower(str(builtin_folder), dtype=torch.float32, device=torch.device("cpu"))
 
@@ -70,9 +70,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_rule(
     layout: TowerLayout, mode: str = "native", max_pixels: int | None = None, min_pixels: int | None = None
 ) -> ResizeRule:
-    """A resize rule; by default each picture fills the tower's own area."""
-    area = max_pixels or layout.native_pixels
-    return ResizeRule(mode=mode, layout=layout, min_pixels=min_pixels or area, max_pixels=area, max_source_pixels=10**8)
+    """A resize rule; by default with the tower's own limits."""
+    resize = layout.official if mode == "official" else layout.native.with_limits(min_pixels, max_pixels)
+    assert resize is not None
+    return ResizeRule(mode=mode, resize=resize, layout=layout, max_source_pixels=10**8)
 
 
 def noise(height: int, width: int, seed: int) -> Image.Image:

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 
 import click
 import pytest
+from click.testing import CliRunner
 from conftest import ROOT, SAMPLES
 
 import vlmembed
 from vlmembed import cli
 from vlmembed.config import EncodeConfig
 from vlmembed.errors import ConfigError, FailureCode
+from vlmembed.towers.families import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,7 +93,7 @@ def test_config_round_trips_through_toml() -> None:
     config = EncodeConfig(inputs=("a b", "ü\n"), output="o.parquet", keep_columns=("x", "y"), limit=3, normalize=False)
     assert EncodeConfig.from_toml(config.to_toml()) == config
     assert tomllib.loads(config.to_toml())["inputs"] == ["a b", "ü\n"]
-    with pytest.raises(ConfigError, match="unknown setting 'batch_size'; known are dedup, device"):
+    with pytest.raises(ConfigError, match="unknown setting 'batch_size'; known are dedup, deepstack, device"):
         EncodeConfig.from_toml('inputs = ["a"]\noutput = "o"\nbatch_size = 8')
     with pytest.raises(ConfigError, match="not valid TOML"):
         EncodeConfig.from_toml("=")
@@ -136,3 +138,12 @@ def test_the_readmes_python_runs(tmp_path: Path, builtin_folder: Path) -> None:
     assert blocks
     for block in blocks:
         subprocess.run([sys.executable, "-c", block], cwd=tmp_path, check=True)
+
+
+def test_the_readmes_table_of_models_is_the_programs() -> None:
+    head, *rows = table()
+    lines = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+    assert "\n".join(lines) in (ROOT / "README.md").read_text()
+    shown = CliRunner().invoke(cli.cli, ["models"]).output
+    for row in rows:
+        assert all(cell in shown for cell in row)

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_layout import LAYOUT
+from test_layout import AREA, LAYOUT
 
-from vlmembed.errors import ConfigError
-from vlmembed.layout import native_grid
 from vlmembed.packer import PackingStats, pack
 from vlmembed.types import PatchedImage
 
@@ -26,7 +24,7 @@ def stamp_grids(count: int) -> list[tuple[int, int]]:
     """Grids of `count` pictures drawn, with a seed, from the sizes of the Tux Paint stamps."""
     sizes = [(height, width) for height, width, number in SIZES for _ in range(number)]
     chosen = np.random.default_rng(0).integers(0, len(sizes), count)
-    return [native_grid(sizes[at], patch_size=14, min_pixels=50_176, max_pixels=50_176) for at in chosen]
+    return [AREA.grid(sizes[at]) for at in chosen]
 
 
 @pytest.mark.parametrize("budget", [1028, 2056, 4112, 8224, 16448, 32896])
@@ -51,13 +49,16 @@ def test_a_pack_carries_its_images_whole() -> None:
             assert tuple(size_hw) == images[row].size_hw
             begin = end
         assert begin == len(batch.patches)
-        lengths = np.diff(batch.metadata.cu_seqlens)
+        lengths = np.diff(batch.metadata.segments.cu_seqlens)
         assert (np.diff(lengths) >= 0).all()  # equal lengths stand together
 
 
-def test_an_image_over_the_budget_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"row 0 has 257 tokens and max_tokens_per_batch is 256.*to 257 or more"):
-        list(pack([patched(0, (16, 16))], LAYOUT, PackingStats(256)))
+def test_an_image_over_the_budget_travels_alone() -> None:
+    stats = PackingStats(256)
+    images = [patched(0, (2, 2)), patched(1, (16, 16)), patched(2, (3, 3))]
+    packs = list(pack(images, LAYOUT, stats))
+    assert [batch.rows.tolist() for batch in packs] == [[0, 2], [1]]
+    assert stats.efficiency == (5 + 10 + 257) / (256 + 257)
 
 
 def test_a_part_boundary_empties_the_lookahead() -> None:

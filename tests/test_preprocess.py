@@ -12,12 +12,16 @@ from test_layout import LAYOUT
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 
 from vlmembed.errors import ModelError
-from vlmembed.layout import OfficialResize
-from vlmembed.preprocess import patchify, preprocess, resize_official
-from vlmembed.towers.weights import official_resize
+from vlmembed.preprocess import patchify, preprocess, resize_pixels
+from vlmembed.resize import CropResize
+from vlmembed.towers.processor import crop_resize
 
 if TYPE_CHECKING:
     from typing import Any
+
+    from PIL.Image import Image
+
+    from vlmembed.types import PatchArray
 
 SIZES = [(1, 1), (1, 7), (7, 1), (13, 200), (200, 13), (224, 224), (255, 257), (256, 256), (300, 451), (10, 400)]
 SIZES += [(480, 640), (641, 479), (99, 1000)]
@@ -27,30 +31,34 @@ def processor(**settings: Any) -> BitImageProcessorPil:  # noqa: ANN401
     return BitImageProcessorPil(do_rescale=False, do_normalize=False, **settings)
 
 
+def resized(image: Image, rule: CropResize) -> PatchArray:
+    return resize_pixels(image, rule.fit((image.height, image.width)), rule)
+
+
 @pytest.mark.parametrize("size_hw", SIZES)
 def test_official_is_the_models_own(size_hw: tuple[int, int]) -> None:
     image = noise(*size_hw, seed=3)
     own = processor(size={"shortest_edge": 256}, crop_size={"height": 224, "width": 224}, resample=3)
     expected = own(images=image, return_tensors="np")["pixel_values"][0]
-    rule = OfficialResize(shortest_edge=256, size_hw=None, crop_hw=(224, 224), resample=3)
-    found = np.asarray(resize_official(image, rule)).transpose(2, 0, 1)
+    rule = CropResize(shortest_edge=256, size_hw=None, crop_hw=(224, 224), resample=3)
+    found = np.asarray(resized(image, rule)).transpose(2, 0, 1)
     np.testing.assert_array_equal(found, expected)
 
 
 def test_official_pads_like_transformers_where_the_crop_is_larger() -> None:
     image = noise(50, 90, seed=4)
-    rule = OfficialResize(shortest_edge=31, size_hw=None, crop_hw=(42, 70), resample=2)
+    rule = CropResize(shortest_edge=31, size_hw=None, crop_hw=(42, 70), resample=2)
     own = processor(size={"shortest_edge": 31}, crop_size={"height": 42, "width": 70}, resample=2)
     expected = own(images=image, return_tensors="np")["pixel_values"][0]
-    np.testing.assert_array_equal(np.asarray(resize_official(image, rule)).transpose(2, 0, 1), expected)
+    np.testing.assert_array_equal(np.asarray(resized(image, rule)).transpose(2, 0, 1), expected)
 
 
 def test_official_squeezes_to_a_fixed_size() -> None:
     image = noise(50, 90, seed=5)
-    rule = OfficialResize(shortest_edge=None, size_hw=(60, 40), crop_hw=None, resample=2)
+    rule = CropResize(shortest_edge=None, size_hw=(60, 40), crop_hw=None, resample=2)
     own = processor(size={"height": 60, "width": 40}, do_center_crop=False, resample=2)
     expected = own(images=image, return_tensors="np")["pixel_values"][0]
-    np.testing.assert_array_equal(np.asarray(resize_official(image, rule)).transpose(2, 0, 1), expected)
+    np.testing.assert_array_equal(np.asarray(resized(image, rule)).transpose(2, 0, 1), expected)
 
 
 def test_patches_times_the_flattened_weight_is_the_convolution() -> None:
@@ -76,9 +84,8 @@ def test_native_resizes_once_to_the_grid() -> None:
     [
         ({"size": {"longest_edge": 5}}, "known are shortest_edge alone"),
         ({"size": {"shortest_edge": 5}}, "leaves the size open"),
-        ({"do_resize": False}, "do_resize false"),
     ],
 )
 def test_unknown_processors_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        official_resize(settings)
+        crop_resize(settings)

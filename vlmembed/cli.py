@@ -32,8 +32,11 @@ _HELP = {
     "revision": "Branch, tag or commit of a Hugging Face id.",
     "device": "auto, cpu, cuda or cuda:N.",
     "dtype": "Of the layers; auto is bf16 where the processor has it, else fp32.",
-    "pool": "How an image's tokens become one vector.",
-    "normalize": "Scale every embedding to length 1.",
+    "emit": "One vector per image, or every token that a language model would be fed.",
+    "deepstack": "With --emit tokens: the inner layers' features too (Qwen3-VL).",
+    "pool": "How an image's tokens become one vector; auto is the tower's own way.",
+    "normalize": "Scale every embedding to length 1 (never tokens).",
+    "embedding_dtype": "Of stored values; auto is float32 for one vector, float16 for tokens.",
     "resize": "native keeps the aspect ratio, official is the model's own processor.",
     "min_pixels": "Area a smaller picture is filled up to (native).",
     "max_pixels": "Area a larger picture is reduced to (native).",
@@ -70,7 +73,7 @@ def config_options(command: Callable[..., None]) -> Callable[..., None]:
             options["show_default"] = "auto" if field.default is None and field.name != "limit" else True
         elif field.name == "keep_columns":
             options |= {"multiple": True, "show_default": False}
-        elif field.name == "overwrite":
+        elif field.name in ("overwrite", "deepstack"):
             options["is_flag"] = True
         command = click.option(flag, field.name, **options)(command)
     return command
@@ -140,9 +143,12 @@ def models(name: str | None, wheel: Path | None) -> None:
         click.echo(f"{builtin_name}  built-in ({state})")
         for line in (model.description, f"Origin: {model.origin}.", f"Better: {model.instead}."):
             click.echo(textwrap.fill(line, width=100, initial_indent="  ", subsequent_indent="  "))
-    click.echo("\nA local folder or a Hugging Face id, by the model_type in its config.json:")
-    for model_type, note in families.MODEL_TYPES.items():
-        click.echo(f"{model_type}  {note}")
+    click.echo("\nA local folder or a Hugging Face id, by the model_type in its config.json:\n")
+    rows = families.table()
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    click.echo(f"\n{textwrap.fill(families.NOTES, width=100)}")
 
 
 def describe_report(report: RunReport) -> str:
@@ -182,7 +188,7 @@ def describe_inspection(found: Inspection) -> str:
     lines = [
         f"{found.path}",
         f"  rows        {found.num_rows:,}, of them {found.num_duplicates:,} duplicates",
-        f"  width       {found.width}",
+        f"  vectors     {', '.join(f'{name} {kind}' for name, kind in found.vectors.items())}",
     ]
     if found.codes is None:
         lines.append("  failed      unknown: the errors file is not beside it")
@@ -191,16 +197,21 @@ def describe_inspection(found: Inspection) -> str:
         lines.append(f"  failed      {sum(found.codes.values()):,}" + (f": {codes}" if codes else ""))
     fingerprint, model, backend = facts["fingerprint"], facts["model"], facts["backend"]
     normalised = "normalised" if fingerprint["normalize"] else "not normalised"
-    settings = ", ".join(f"{name} {fingerprint[name]}" for name in ("dtype", "pool", "resize", "dedup"))
+    aligned = "aligned with text" if model["aligned_with_text"] else "not aligned with text"
+    shown = [name for name in ("dtype", "emit", "pool", "resize", "dedup") if fingerprint[name] is not None]
+    settings = ", ".join(f"{name} {fingerprint[name]}" for name in shown)
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     lines += [
         f"  model       {model['name']} ({model['revision']}), weights {model['weights_sha256'][:12]}",
-        f"  settings    {settings}, {normalised}",
+        f"  settings    {settings}, {normalised}, {aligned}",
         f"  pixels      {fingerprint['pixel_policy']}; {fingerprint['resizer']}",
         f"  computed    on {backend['device']} ({backend['processor']}), {versions}",
-        f"  nearest     among {found.num_compared:,} distinct rows:",
-        *(f"    {pair.cosine:.4f}  {pair.first}  {pair.second}" for pair in found.nearest),
     ]
+    if found.num_tokens is not None:
+        lines.append(f"  tokens      {found.num_tokens:,} in all rows")
+    else:
+        lines.append(f"  nearest     among {found.num_compared:,} distinct rows:")
+        lines += [f"    {pair.cosine:.4f}  {pair.first}  {pair.second}" for pair in found.nearest]
     return "\n".join(lines)
 
 

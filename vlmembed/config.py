@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", "bf16", "fp16", "fp32"),
-    "pool": ("auto", "cls", "mean"),
+    "emit": ("pooled", "tokens"),
+    "pool": ("auto", "cls", "mean", "head"),
+    "embedding_dtype": ("auto", "float32", "float16"),
     "resize": ("auto", "native", "official"),
     "dedup": ("bytes", "pixels", "none"),
     "on_error": ("skip", "fail"),
@@ -50,8 +52,11 @@ class EncodeConfig:
         model: a built-in name, a local folder, or a Hugging Face id; `revision` is of the latter.
         device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
         dtype: of the layers; ``"auto"`` is bf16 where the processor multiplies it in hardware, else fp32.
+        emit: ``"pooled"`` stores one vector per image; ``"tokens"`` all that a language model would be fed.
+        deepstack: with tokens, the inner layers' features too (Qwen3-VL).
         pool: how an image's tokens become one vector.
-        normalize: scale every embedding to length 1.
+        normalize: scale every embedding to length 1; tokens are stored as they are.
+        embedding_dtype: of the stored values; ``"auto"`` is float32 for one vector and float16 for tokens.
         resize: ``"native"`` keeps the aspect ratio, ``"official"`` is the model's own image processor.
         min_pixels, max_pixels: area that a picture is resized into by ``"native"``, in pixels.
         max_source_pixels: a larger picture fails before it is decoded, in pixels.
@@ -73,8 +78,11 @@ class EncodeConfig:
     revision: str | None = None
     device: str = "auto"
     dtype: str = "auto"
+    emit: str = "pooled"
+    deepstack: bool = False
     pool: str = "auto"
     normalize: bool = True
+    embedding_dtype: str = "auto"
     resize: str = "auto"
     min_pixels: int | None = None
     max_pixels: int | None = None

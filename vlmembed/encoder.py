@@ -6,21 +6,24 @@ import os
 import platform
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's own name for it
 
 from vlmembed.attention import DeviceMetadata
 from vlmembed.errors import ConfigError
-from vlmembed.towers import load_tower
+from vlmembed.schema import VectorColumn
 from vlmembed.types import EmbeddingBatch
 
 if TYPE_CHECKING:
     from vlmembed.config import EncodeConfig
     from vlmembed.layout import TowerLayout
-    from vlmembed.towers.dense import DenseTower
+    from vlmembed.towers.base import Tower
+    from vlmembed.towers.blueprint import Blueprint
     from vlmembed.types import PackedBatch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+STORED_DTYPES = {"float16": torch.float16, "float32": torch.float32}
 
 _BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
 
@@ -63,37 +66,68 @@ def cpu_name() -> str:
 
 
 class Encoder:
-    """A tower on a device, with the pooling of one run.
+    """A tower on a device, with the output of one run.
 
     Attributes:
-        width: D, the embedding width.
         layout: the tower's, for preprocessing and packing.
+        vectors: the output columns that it fills.
+        pool: how an image's tokens become one vector; None where they are stored themselves.
     """
 
-    def __init__(self, tower: DenseTower, *, pool: str, normalize: bool, name: str = "", revision: str = "") -> None:
+    def __init__(
+        self,
+        tower: Tower,
+        *,
+        vectors: tuple[VectorColumn, ...],
+        pool: str | None,
+        normalize: bool,
+        identity: dict[str, Any] | None = None,
+    ) -> None:
         self._tower = tower
-        self._pool = pool
         self._normalize = normalize
-        self._device: torch.device = tower.position_table.device
-        self.width = tower.width
+        self._device: torch.device = tower.patch_mean.device
         self.layout: TowerLayout = tower.layout
-        self.weights_sha256 = tower.weights_sha256
-        self.config_sha256 = tower.config_sha256
+        self.vectors = vectors
+        self.pool = pool
         self.identity: dict[str, Any] = {
-            "name": name,
-            "revision": revision,
             "weights_sha256": tower.weights_sha256,
-            "config_sha256": tower.config_sha256,
-            "width": tower.width,
+            "width": vectors[0].width,
+            "patches_per_token": tower.layout.merge_size**2,
+            **(identity or {}),
         }
 
     @classmethod
-    def load(cls, config: EncodeConfig) -> Encoder:
-        """Load the tower of a config whose device and dtype are decided; ``pool="auto"`` is the tower's own."""
+    def load(cls, config: EncodeConfig, blueprint: Blueprint) -> Encoder:
+        """Load the tower for a config whose device and dtype are decided; ``pool="auto"`` is the tower's own.
+
+        Raises:
+            ConfigError: the tower has no such output.
+            ModelError: from `Blueprint.load`.
+        """
         device = pick_device(config.device)
-        tower = load_tower(os.fspath(config.model), revision=config.revision, dtype=DTYPES[config.dtype], device=device)
-        pool = tower.default_pool if config.pool == "auto" else config.pool
-        return cls(tower, pool=pool, normalize=config.normalize, name=os.fspath(config.model), revision=tower.revision)
+        pool = pick_pool(config, blueprint)
+        vectors = vector_columns(config, blueprint, pool)
+        tower = blueprint.load(dtype=DTYPES[config.dtype], device=device)
+        files = blueprint.files
+        identity = {
+            "name": os.fspath(config.model),
+            "revision": files.revision,
+            "config_sha256": files.config_sha256,
+            "family": blueprint.family.title,
+            "aligned_with_text": blueprint.family.aligned and pool == "head",
+        }
+        normalize = config.normalize and pool is not None
+        return cls(tower, vectors=vectors, pool=pool, normalize=normalize, identity=identity)
+
+    @property
+    def width(self) -> int:
+        """D, values per vector."""
+        return self.vectors[0].width
+
+    @property
+    def normalize(self) -> bool:
+        """Vectors are scaled to length 1; tokens never are."""
+        return self._normalize
 
     @property
     def backend(self) -> dict[str, str]:
@@ -101,19 +135,63 @@ class Encoder:
         name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else cpu_name()
         return {"device": str(self._device), "processor": name, "attention": "bmm per run of equal segments"}
 
-    @property
-    def pool(self) -> str:
-        """How an image's tokens become one vector."""
-        return self._pool
-
     @torch.inference_mode()
     def encode(self, batch: PackedBatch) -> EmbeddingBatch:
         """One forward over a pack."""
         patches = torch.from_numpy(batch.patches).to(self._device, non_blocking=True)
         metadata = DeviceMetadata.from_host(batch.metadata, self._device)
-        embeddings = self._tower(patches, metadata, pool=self._pool)
-        if self._normalize:
-            embeddings = F.normalize(embeddings, dim=-1)
+        if self.pool is None:
+            outputs = self._tower.tokens(patches, metadata, deepstack=len(self.vectors) > 1)
+            lengths = [self.layout.num_merged((h, w)) for h, w in batch.grid_hw.tolist()]
+            offsets = np.concatenate([[0], np.cumsum(lengths)])
+        else:
+            pooled = self._tower(patches, metadata, pool=self.pool)
+            outputs, offsets = [F.normalize(pooled, dim=-1) if self._normalize else pooled], None
         return EmbeddingBatch(
-            rows=batch.rows, grid_hw=batch.grid_hw, size_hw=batch.size_hw, embeddings=embeddings.cpu().numpy()
+            rows=batch.rows,
+            grid_hw=batch.grid_hw,
+            size_hw=batch.size_hw,
+            vectors={
+                column.name: output.to(STORED_DTYPES[column.dtype]).cpu().numpy()
+                for column, output in zip(self.vectors, outputs, strict=True)
+            },
+            offsets=offsets,
         )
+
+
+def pick_pool(config: EncodeConfig, blueprint: Blueprint) -> str | None:
+    """What ``--pool auto`` means for a tower; None where tokens are stored.
+
+    Raises:
+        ConfigError: the tower has no such vector, or ``--pool`` comes with tokens.
+    """
+    choices = tuple(blueprint.pool_widths)
+    if config.emit == "tokens":
+        if config.pool != "auto":
+            msg = f"--pool {config.pool} makes one vector of an image, and --emit tokens stores all: leave one out"
+            raise ConfigError(msg)
+        return None
+    if config.pool == "auto":
+        return choices[0]
+    if config.pool not in choices:
+        msg = f"--pool {config.pool} is not possible with {blueprint.family.title}; it has {', '.join(choices)}"
+        raise ConfigError(msg)
+    return config.pool
+
+
+def vector_columns(config: EncodeConfig, blueprint: Blueprint, pool: str | None) -> tuple[VectorColumn, ...]:
+    """The output columns of a run: one embedding, or tokens and what ``--deepstack`` adds.
+
+    Raises:
+        ConfigError: ``--deepstack`` for a tower without such features, or without tokens.
+    """
+    if config.deepstack and (pool is not None or not blueprint.num_deepstack):
+        reason = "goes with --emit tokens" if pool is not None else f"is not possible with {blueprint.family.title}"
+        msg = f"--deepstack {reason}: it stores the inner layers' tokens, which Qwen3-VL has"
+        raise ConfigError(msg)
+    if pool is not None:
+        dtype = "float32" if config.embedding_dtype == "auto" else config.embedding_dtype
+        return (VectorColumn(name="embedding", width=blueprint.pool_widths[pool], dtype=dtype),)
+    dtype = "float16" if config.embedding_dtype == "auto" else config.embedding_dtype
+    names = ["tokens", *(f"deepstack_{level}" for level in range(blueprint.num_deepstack * config.deepstack))]
+    return tuple(VectorColumn(name=name, width=blueprint.token_width, dtype=dtype, per_token=True) for name in names)

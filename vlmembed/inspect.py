@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from vlmembed.types import Float32Array
+
+_VECTORS = re.compile(r"embedding|tokens|deepstack_\d+")
 
 MAX_COMPARED_ROWS = 4096
 """Rows compared pair by pair: the comparison grows with the square."""
@@ -37,17 +40,20 @@ class Inspection:
     """Facts of an output file.
 
     Attributes:
-        num_rows: with an embedding, duplicates included. width: values per embedding.
+        num_rows: with vectors, duplicates included. width: values per vector.
+        vectors: type of each column of vectors, by name. num_tokens: vectors of all rows, where they are token-level.
         num_duplicates: rows whose `duplicate_of` is set.
         codes: failed rows by code, from the errors file beside it; None where that file is not there.
         provenance: as recorded.
-        num_compared: distinct rows among which `nearest` was looked for.
+        num_compared: distinct rows among which `nearest` was looked for; 0 where tokens are stored.
         nearest: the pairs with the highest cosine, best first.
     """
 
     path: Path
     num_rows: int
     width: int
+    vectors: dict[str, str]
+    num_tokens: int | None
     num_duplicates: int
     codes: dict[str, int] | None
     provenance: dict[str, Any]
@@ -68,30 +74,41 @@ def inspect(path: Path, *, num_pairs: int = 3) -> Inspection:
         raise InputError(msg) from error
     with file:
         provenance = read_provenance(file.schema_arrow, str(path))
-        if "embedding" not in file.schema_arrow.names:
+        schema = file.schema_arrow
+        vectors = {name: str(schema.field(name).type) for name in schema.names if _VECTORS.fullmatch(name)}
+        if not vectors:
             msg = f"{path} holds rows that failed, not embeddings: inspect the output it lies beside"
             raise InputError(msg)
-        num_duplicates = 0
+        pooled = "embedding" in vectors
+        columns = ["id", "duplicate_of", *(["embedding"] if pooled else ["grid_h", "grid_w"])]
+        num_duplicates = num_patches = 0
         ids: list[str] = []
         embeddings: list[Float32Array] = []
-        for batch in file.iter_batches(columns=["id", "embedding", "duplicate_of"], batch_size=MAX_COMPARED_ROWS):
+        for batch in file.iter_batches(columns=columns, batch_size=MAX_COMPARED_ROWS):
             distinct = batch.filter(batch["duplicate_of"].is_null())
             num_duplicates += batch.num_rows - distinct.num_rows
+            if not pooled:
+                num_patches += int(np.dot(batch["grid_h"].to_numpy().astype(np.int64), batch["grid_w"].to_numpy()))
+                continue
             distinct = distinct.slice(0, MAX_COMPARED_ROWS - len(ids))
             ids += distinct["id"].to_pylist()
-            embeddings.append(distinct["embedding"].flatten().to_numpy().reshape(len(distinct), -1))
-        width = file.schema_arrow.field("embedding").type.list_size
+            values = distinct["embedding"].flatten().to_numpy().astype(np.float32)
+            embeddings.append(values.reshape(len(distinct), -1))
         num_rows = file.metadata.num_rows
-    vectors = np.concatenate(embeddings) if embeddings else np.empty((0, width), np.float32)
+    kind = schema.field(next(iter(vectors))).type
+    width = (kind if pooled else kind.value_type).list_size
+    compared = np.concatenate(embeddings) if embeddings else np.empty((0, width), np.float32)
     return Inspection(
         path=path,
         num_rows=num_rows,
         width=width,
+        vectors=vectors,
+        num_tokens=None if pooled else num_patches // provenance["model"].get("patches_per_token", 1),
         num_duplicates=num_duplicates,
         codes=_codes(errors_beside(path)),
         provenance=provenance,
         num_compared=len(ids),
-        nearest=nearest_pairs(ids, vectors, num_pairs),
+        nearest=nearest_pairs(ids, compared, num_pairs),
     )
 
 

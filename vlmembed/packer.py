@@ -1,4 +1,4 @@
-"""Groups images of any size into packs of at most a budget of tokens."""
+"""Groups images of any size into packs of a budget of tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vlmembed.errors import ConfigError
 from vlmembed.layout import attention_metadata
 from vlmembed.types import PackedBatch
 
@@ -25,17 +24,27 @@ efficiency at most, where lengths span two orders of magnitude, else nothing (``
 
 @dataclass(slots=True)
 class PackingStats:
-    """What the packer did: `efficiency` is tokens over packs x budget."""
+    """What the packer did; `room` is the tokens that its packs had room for."""
 
     max_tokens_per_batch: int
     num_packs: int = 0
     num_images: int = 0
     num_tokens: int = 0
 
+    room: int = 0
+
     @property
     def efficiency(self) -> float:
-        """Share of the packs' room that tokens fill, 0 to 1; 0 before the first pack."""
-        return self.num_tokens / (self.num_packs * self.max_tokens_per_batch) if self.num_packs else 0.0
+        """Share of the packs' room that tokens fill, 0 to 1; 0 before the first pack. A pack's room is the budget, or
+        what its only image needs."""
+        return self.num_tokens / self.room if self.room else 0.0
+
+    def count(self, batch: PackedBatch) -> None:
+        """Take in one pack."""
+        self.num_packs += 1
+        self.num_images += len(batch.rows)
+        self.num_tokens += batch.num_tokens
+        self.room += max(self.max_tokens_per_batch, batch.num_tokens)
 
 
 @dataclass(slots=True)
@@ -85,13 +94,11 @@ def make_batch(images: Sequence[PatchedImage], layout: TowerLayout) -> PackedBat
 
 
 def pack(images: Iterable[PatchedImage | None], layout: TowerLayout, stats: PackingStats) -> Iterator[PackedBatch]:
-    """Yield packs of at most ``stats.max_tokens_per_batch`` tokens; an image is never split.
+    """Yield packs of at most ``stats.max_tokens_per_batch`` tokens; an image is never split, and one that is longer
+    than the budget travels alone.
 
     None in the stream asks for everything held back: the pipeline sends it at each part boundary, so that a part's
     packs depend on that part's rows alone.
-
-    Raises:
-        ConfigError: an image has more tokens than the budget.
     """
     budget = stats.max_tokens_per_batch
     lookahead = _Lookahead()
@@ -100,12 +107,6 @@ def pack(images: Iterable[PatchedImage | None], layout: TowerLayout, stats: Pack
             yield from _drain(lookahead, layout, stats, until=0)
             continue
         tokens = layout.num_tokens(image.grid_hw)
-        if tokens > budget:
-            msg = (
-                f"the image in row {image.row} has {tokens} tokens and max_tokens_per_batch is {budget}: "
-                f"raise --max-tokens-per-batch to {tokens} or more, or lower --max-pixels"
-            )
-            raise ConfigError(msg)
         lookahead.add(image, tokens)
         yield from _drain(lookahead, layout, stats, until=LOOKAHEAD_PACKS * budget)
     yield from _drain(lookahead, layout, stats, until=0)
@@ -114,7 +115,5 @@ def pack(images: Iterable[PatchedImage | None], layout: TowerLayout, stats: Pack
 def _drain(lookahead: _Lookahead, layout: TowerLayout, stats: PackingStats, *, until: int) -> Iterator[PackedBatch]:
     while lookahead.num_tokens > until:
         batch = make_batch(lookahead.take_pack(stats.max_tokens_per_batch, layout), layout)
-        stats.num_packs += 1
-        stats.num_images += len(batch.rows)
-        stats.num_tokens += batch.num_tokens
+        stats.count(batch)
         yield batch

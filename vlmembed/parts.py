@@ -29,17 +29,19 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from vlmembed.output import OutputPaths
-    from vlmembed.types import Float32Array, Int64Array
+    from vlmembed.schema import VectorColumn
+    from vlmembed.types import FloatArray, Int64Array
 
 PART_GROUP_ROWS = 1024
-"""Rows per row group inside a part: what a late duplicate's look-up must read."""
+PART_GROUP_BYTES = 16 * 2**20
+"""Bounds of the row groups inside a part: what a late duplicate's look-up must read."""
 
 MAX_GROUP_ROWS = 10_000
 MAX_GROUP_BYTES = 64 * 2**20
 """Bounds of the output's row groups, so that readers can seek."""
 
 _ROW = pa.field("row", pa.int64(), nullable=False)
-_FOUND_COLUMNS = ("id", "height", "width", "grid_h", "grid_w", "embedding")
+_FOUND_COLUMNS = ("id", "height", "width", "grid_h", "grid_w")
 _PART_ERRORS_SCHEMA = pa.schema([_ROW, pa.field("content_hash", pa.binary(HASH_BYTES)), *ERRORS_SCHEMA])
 
 
@@ -57,20 +59,33 @@ class PartRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Embedded:
-    """One image's result: `embedding` float32 (D,), `size_hw` in pixels, `grid_hw` in patches."""
+    """One image's result: `vectors` by column, (D,) or (tokens, D), `size_hw` in pixels, `grid_hw` in patches."""
 
-    embedding: Float32Array
+    vectors: Mapping[str, FloatArray]
     size_hw: tuple[int, int]
     grid_hw: tuple[int, int]
 
 
 class PartStore:
-    """Owns the partial folder of one run."""
+    """Owns the partial folder of one run, whose schema has the columns `vectors`.
 
-    def __init__(self, paths: OutputPaths, schema: pa.Schema, *, rows_per_part: int) -> None:
+    `max_row_bytes` is what one row can hold at most: it bounds the row groups of the parts.
+    """
+
+    def __init__(
+        self,
+        paths: OutputPaths,
+        schema: pa.Schema,
+        *,
+        vectors: tuple[VectorColumn, ...],
+        rows_per_part: int,
+        max_row_bytes: int = 0,
+    ) -> None:
         self._paths = paths
         self._folder = paths.partial
         self._schema = schema
+        self.vectors = vectors
+        self._group_rows = max(1, min(PART_GROUP_ROWS, PART_GROUP_BYTES // max(1, max_row_bytes)))
         self._part_schema = pa.schema([_ROW, *schema])
         self._rows_per_part = rows_per_part
         self._rows = lru_cache(maxsize=64)(self._read_rows)
@@ -78,11 +93,6 @@ class PartStore:
         self._group = lru_cache(maxsize=16)(self._read_group)
         _drop_cut_line(self._folder / "parts.jsonl")
         self.records = read_records(self._folder)
-
-    @property
-    def embedding_width(self) -> int:
-        """D, values per embedding."""
-        return int(self._schema.field("embedding").type.list_size)
 
     @property
     def next_row(self) -> int:
@@ -99,7 +109,8 @@ class PartStore:
         """Write a part whole or not at all, then its line. `columns` and `errors` are by name, with `row` first."""
         with atomic(self._part(record.number)) as path:
             table = pa.table(dict(columns), schema=self._part_schema)
-            pq.write_table(table, path, row_group_size=PART_GROUP_ROWS, **_writer_options(self._part_schema))
+            options = _writer_options(self._part_schema, self.vectors)
+            pq.write_table(table, path, row_group_size=self._group_rows, **options)
         with atomic(self._part_errors(record.number)) as path:
             pq.write_table(pa.table(dict(errors), schema=_PART_ERRORS_SCHEMA), path, compression="zstd")
         with (self._folder / "parts.jsonl").open("a", encoding="utf-8") as file:
@@ -139,12 +150,11 @@ class PartStore:
                 return failed
             msg = f"row {row} is in neither file of part {number}, which is committed"
             raise AccountingError(msg)
-        group, index = divmod(index, PART_GROUP_ROWS)
+        group, index = divmod(index, self._group_rows)
         table = self._group(number, group)
-        key, *sizes = (table[name][index].as_py() for name in _FOUND_COLUMNS if name != "embedding")
-        embeddings, width = table["embedding"].chunk(0), self.embedding_width
-        embedding = embeddings.flatten().to_numpy()[index * width : (index + 1) * width]
-        return key, Embedded(embedding=embedding, size_hw=(sizes[0], sizes[1]), grid_hw=(sizes[2], sizes[3]))
+        key, *sizes = (table[name][index].as_py() for name in _FOUND_COLUMNS)
+        vectors = {column.name: column.from_arrow(table[column.name][index]) for column in self.vectors}
+        return key, Embedded(vectors=vectors, size_hw=(sizes[0], sizes[1]), grid_hw=(sizes[2], sizes[3]))
 
     def _read_rows(self, number: int) -> Int64Array:
         rows: Int64Array = pq.read_table(self._part(number), columns=["row"])["row"].to_numpy()
@@ -152,7 +162,7 @@ class PartStore:
 
     def _read_group(self, number: int, group: int) -> pa.Table:
         with pq.ParquetFile(self._part(number)) as file:
-            return file.read_row_group(group, columns=list(_FOUND_COLUMNS)).combine_chunks()
+            return file.read_row_group(group, columns=[*_FOUND_COLUMNS, *(each.name for each in self.vectors)])
 
     def _read_failures(self, number: int) -> dict[int, tuple[str, Failure]]:
         found = {}
@@ -170,13 +180,10 @@ class PartStore:
         """
         num_rows = sum(record.num_embedded + record.num_duplicates for record in self.records)
         num_failed = sum(record.num_failed for record in self.records)
-        _concatenate(
-            self._paths.errors, with_provenance(ERRORS_SCHEMA, provenance), self._each(self._part_errors), num_failed
-        )
+        errors_schema, schema = (with_provenance(each, provenance) for each in (ERRORS_SCHEMA, self._schema))
+        _concatenate(self._paths.errors, errors_schema, self._each(self._part_errors), num_failed)
         if num_rows:
-            _concatenate(
-                self._paths.output, with_provenance(self._schema, provenance), self._each(self._part), num_rows
-            )
+            _concatenate(self._paths.output, schema, self._each(self._part), num_rows, self.vectors)
         else:
             self._paths.output.unlink(missing_ok=True)  # --overwrite: what stood there is no result of this run
         self.drop(self._folder)
@@ -192,10 +199,16 @@ class PartStore:
         shutil.rmtree(folder)
 
 
-def _concatenate(target: Path, schema: pa.Schema, parts: Iterable[Path], num_rows: int) -> None:
+def _concatenate(
+    target: Path,
+    schema: pa.Schema,
+    parts: Iterable[Path],
+    num_rows: int,
+    vectors: tuple[VectorColumn, ...] = (),
+) -> None:
     written = 0
     with atomic(target) as path:
-        with pq.ParquetWriter(path, schema, **_writer_options(schema)) as writer:
+        with pq.ParquetWriter(path, schema, **_writer_options(schema, vectors)) as writer:
             waiting = schema.empty_table()
             for part in parts:
                 waiting = pa.concat_tables([waiting, pq.read_table(part, columns=schema.names).cast(schema)])
@@ -214,9 +227,10 @@ def _concatenate(target: Path, schema: pa.Schema, parts: Iterable[Path], num_row
             raise AccountingError(msg)
 
 
-def _writer_options(schema: pa.Schema) -> dict[str, Any]:
+def _writer_options(schema: pa.Schema, vectors: tuple[VectorColumn, ...]) -> dict[str, Any]:
     """zstd; dictionaries only where values repeat; no BYTE_STREAM_SPLIT, which not every reader takes."""
-    repeating = [name for name in schema.names if name not in ("row", "id", "embedding", "content_hash")]
+    distinct = {"row", "id", "content_hash", *(column.name for column in vectors)}
+    repeating = [name for name in schema.names if name not in distinct]
     return {"compression": "zstd", "use_dictionary": repeating, "write_statistics": True}
 
 

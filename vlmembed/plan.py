@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -19,6 +19,7 @@ from vlmembed.parts import read_records
 from vlmembed.preprocess import RESIZER
 from vlmembed.provenance import difference, make_fingerprint, make_provenance
 from vlmembed.schema import output_schema, read_provenance
+from vlmembed.towers import open_tower
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,6 +32,11 @@ PACK_TOKENS = {"cpu": 2048, "cuda": 16384}
 
 ROWS_PER_PART = {"cpu": 1024, "cuda": 8192}
 """Input rows committed together by device type: about a minute or two of work."""
+
+TOKEN_PART_BYTES = 2 * 2**30
+MIN_TOKEN_ROWS = 16
+"""A part of token-level output holds at most so many bytes, if every picture is as large as it may be, but never fewer
+rows than that: packs do not cross parts."""
 
 _SHAPE = ("rows_per_part", "max_tokens_per_batch")
 """What the parts on disk depend on, beside the fingerprint."""
@@ -98,10 +104,11 @@ def make_plan(config: EncodeConfig, paths: OutputPaths, source: Source, earlier:
     keep = before is not None and config.dtype == "auto" and "dtype" in before.get("decided", ())
     dtype = inherited.dtype if inherited and keep else pick_dtype(config.dtype, device)
     decided = replace(config, device=str(device), dtype=dtype)
-    encoder = Encoder.load(decided)
-    mode = "native" if config.resize == "auto" else config.resize
-    rule = _resize_rule(config, mode, encoder.layout)
-    schema = output_schema(encoder.width, source.kept_schema)
+    blueprint = open_tower(os.fspath(config.model), revision=config.revision)
+    rule = _resize_rule(config, blueprint.layout)
+    _check_budget(config.max_tokens_per_batch, rule)
+    encoder = Encoder.load(decided, blueprint)
+    schema = output_schema(encoder.vectors, source.kept_schema)
     num_rows = min(source.num_rows, config.limit or source.num_rows)
     fingerprint = _fingerprint(decided, encoder, rule, source, num_rows)
     lines = difference(before["fingerprint"], fingerprint) if before else []
@@ -151,57 +158,80 @@ def _fingerprint(
 ) -> dict[str, Any]:
     return make_fingerprint(
         config,
-        model={"weights_sha256": encoder.weights_sha256, "config_sha256": encoder.config_sha256},
+        model={name: encoder.identity[name] for name in ("weights_sha256", "config_sha256")},
         preprocessing={**rule.describe(), "pixel_policy": PIXEL_POLICY, "resizer": RESIZER},
         pool=encoder.pool,
+        normalize=encoder.normalize,
+        vectors=[asdict(column) for column in encoder.vectors],
         source_sha256=source.digest,
         num_rows=num_rows,
     )
 
 
-def _decide_sizes(config: EncodeConfig, encoder: Encoder, rule: ResizeRule, device_type: str) -> EncodeConfig:
-    """Token budget, part size and threads.
+def _check_budget(budget: int | None, rule: ResizeRule) -> None:
+    """A budget that is asked for is a promise. One that is not gives way to a picture that is longer by itself.
 
     Raises:
-        ConfigError: a budget that one image could exceed.
+        ConfigError: one image could exceed it.
     """
-    tokens = rule.max_tokens_per_image
-    budget = config.max_tokens_per_batch or tokens * -(-PACK_TOKENS[device_type] // tokens)
-    if budget < tokens:
+    if budget is not None and budget < (tokens := rule.max_tokens_per_image):
         msg = (
             f"max_tokens_per_batch is {budget}, and one image can have {tokens} tokens: "
             f"raise --max-tokens-per-batch to {tokens} or more, or lower --max-pixels"
         )
         raise ConfigError(msg)
-    native = rule.mode == "native"
+
+
+def _decide_sizes(config: EncodeConfig, encoder: Encoder, rule: ResizeRule, device_type: str) -> EncodeConfig:
+    """Token budget, part size and threads."""
+    tokens, aim = rule.max_tokens_per_image, PACK_TOKENS[device_type]
+    min_pixels, max_pixels = rule.resize.limits if rule.mode == "native" else (None, None)
     return replace(
         config,
-        pool=encoder.pool,
+        pool=encoder.pool or "auto",
+        normalize=encoder.normalize,
+        embedding_dtype=encoder.vectors[0].dtype,
         resize=rule.mode,
-        min_pixels=rule.min_pixels if native else None,
-        max_pixels=rule.max_pixels if native else None,
-        max_tokens_per_batch=budget,
-        rows_per_part=config.rows_per_part or ROWS_PER_PART[device_type],
+        min_pixels=min_pixels,
+        max_pixels=max_pixels,
+        max_tokens_per_batch=config.max_tokens_per_batch or (tokens * -(-aim // tokens) if tokens <= aim else aim),
+        rows_per_part=config.rows_per_part or _auto_rows_per_part(encoder, rule, device_type),
         workers=config.workers or _auto_workers(device_type),
     )
 
 
-def _resize_rule(config: EncodeConfig, mode: str, layout: TowerLayout) -> ResizeRule:
-    """A limit that is given moves the other one with it; none given means the area that the tower was made for."""
-    if mode == "official" and (config.min_pixels or config.max_pixels):
-        msg = "--min-pixels and --max-pixels belong to --resize native; --resize official has the model's own size"
-        raise ConfigError(msg)
+def max_row_bytes(encoder: Encoder, rule: ResizeRule) -> int:
+    """The most bytes that the vectors of one row can have."""
+    per_vector = sum(column.bytes_per_vector for column in encoder.vectors)
+    return per_vector * (1 if encoder.pool else rule.max_tokens_per_image // rule.layout.merge_size**2)
+
+
+def _auto_rows_per_part(encoder: Encoder, rule: ResizeRule, device_type: str) -> int:
+    rows = ROWS_PER_PART[device_type]
+    if encoder.pool is not None:
+        return rows
+    return max(MIN_TOKEN_ROWS, min(rows, TOKEN_PART_BYTES // max_row_bytes(encoder, rule)))
+
+
+def _resize_rule(config: EncodeConfig, layout: TowerLayout) -> ResizeRule:
+    """The native or the official rule with the limits that are given.
+
+    Raises:
+        ConfigError: the rule has no such limits.
+        ModelError: the model's own processor is of a kind that is not known.
+    """
+    mode = layout.default_resize if config.resize == "auto" else config.resize
     if mode == "official" and layout.official is None:
         msg = f"--resize official is not possible with this model: {layout.official_problem}; use --resize native"
         raise ModelError(msg)
-    max_pixels = config.max_pixels or max(layout.native_pixels, config.min_pixels or 0)
-    return ResizeRule(
-        mode=mode,
-        layout=layout,
-        min_pixels=config.min_pixels or max_pixels,
-        max_pixels=max_pixels,
-        max_source_pixels=config.max_source_pixels,
-    )
+    if config.resize == "auto" and (config.min_pixels or config.max_pixels):
+        mode = "native"
+    if mode == "official" and (config.min_pixels or config.max_pixels):
+        msg = "--min-pixels and --max-pixels belong to --resize native; --resize official has the model's own size"
+        raise ConfigError(msg)
+    resize = layout.official if mode == "official" else layout.native.with_limits(config.min_pixels, config.max_pixels)
+    assert resize is not None
+    return ResizeRule(mode=mode, resize=resize, layout=layout, max_source_pixels=config.max_source_pixels)
 
 
 def _auto_workers(device_type: str) -> int:

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from vlmembed.config import EncodeConfig
 
@@ -35,7 +35,9 @@ def make_fingerprint(
     *,
     model: Mapping[str, str],
     preprocessing: Mapping[str, Any],
-    pool: str,
+    pool: str | None,
+    normalize: bool,
+    vectors: Sequence[Mapping[str, Any]],
     source_sha256: str,
     num_rows: int,
 ) -> dict[str, Any]:
@@ -45,9 +47,10 @@ def make_fingerprint(
         **model,
         **preprocessing,
         "pool": pool,
-        "normalize": config.normalize,
+        "normalize": normalize,
         "dtype": config.dtype,
-        "emit": "pooled",
+        "emit": config.emit,
+        "vectors": list(vectors),
         "dedup": config.dedup,
         "image_column": config.image_column,
         "id_column": config.id_column,

@@ -14,7 +14,7 @@ from vlmembed.errors import NothingEmbeddedError, OutputError, RowFailedError
 from vlmembed.output import OutputPaths, lock, read_manifest, write_manifest
 from vlmembed.parts import PartStore
 from vlmembed.pipeline import Pipeline
-from vlmembed.plan import Earlier, Plan, find_earlier, make_plan
+from vlmembed.plan import Earlier, Plan, find_earlier, make_plan, max_row_bytes
 from vlmembed.progress import ProgressBar, StageClock
 from vlmembed.report import RunReport
 from vlmembed.sources import open_source
@@ -77,7 +77,13 @@ def _check_failures(config: EncodeConfig, num_failed: int) -> None:
 
 def _run(plan: Plan, *, began: float, progress: bool) -> RunReport:
     assert plan.config.rows_per_part is not None
-    store = PartStore(plan.paths, plan.schema, rows_per_part=plan.config.rows_per_part)
+    store = PartStore(
+        plan.paths,
+        plan.schema,
+        vectors=plan.encoder.vectors,
+        rows_per_part=plan.config.rows_per_part,
+        max_row_bytes=max_row_bytes(plan.encoder, plan.rule),
+    )
     start = store.next_row
     _check_failures(plan.config, sum(record.num_failed for record in store.records))
     if start:

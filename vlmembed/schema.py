@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 
 from vlmembed.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+
+    from vlmembed.types import FloatArray
 
 PROVENANCE_KEY = b"vlmembed"
 """Key of the JSON provenance in the Parquet key-value metadata."""
@@ -27,15 +31,51 @@ ERRORS_SCHEMA = pa.schema(
 )
 
 
-def output_schema(width: int, kept: pa.Schema) -> pa.Schema:
-    """Schema of the output for embeddings of `width` values, with the `kept` source columns behind.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VectorColumn:
+    """A column of vectors of `width` values, ``"float32"`` or ``"float16"``: one per image, or one per token."""
+
+    name: str
+    width: int
+    dtype: str = "float32"
+    per_token: bool = False
+
+    @property
+    def bytes_per_vector(self) -> int:
+        """Size of one vector."""
+        return self.width * (2 if self.dtype == "float16" else 4)
+
+    @property
+    def arrow_type(self) -> pa.DataType:
+        """fixed_size_list, or a list of them."""
+        vector = pa.list_(pa.float16() if self.dtype == "float16" else pa.float32(), self.width)
+        return pa.list_(vector) if self.per_token else vector
+
+    def to_arrow(self, images: Sequence[FloatArray]) -> pa.Array:
+        """The column of these images, each (D,) or (tokens, D)."""
+        values = np.concatenate(images, axis=None) if images else np.empty(0, self.dtype)
+        vectors = pa.FixedSizeListArray.from_arrays(pa.array(values.astype(self.dtype, copy=False)), self.width)
+        if not self.per_token:
+            return vectors
+        offsets = np.concatenate([[0], np.cumsum([len(image) for image in images])])
+        return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), vectors)
+
+    def from_arrow(self, value: pa.Scalar) -> FloatArray:
+        """One image's vectors, (D,) or (tokens, D), of one value of the column."""
+        vectors = value.values.flatten() if self.per_token else value.values
+        values: FloatArray = vectors.to_numpy(zero_copy_only=False)
+        return values.reshape(-1, self.width) if self.per_token else values
+
+
+def output_schema(vectors: Sequence[VectorColumn], kept: pa.Schema) -> pa.Schema:
+    """Schema of the output with these columns of vectors, and with the `kept` source columns behind.
 
     Raises:
         ConfigError: a kept column has a name of the output's own.
     """
     own = [
         pa.field("id", pa.string(), nullable=False),
-        pa.field("embedding", pa.list_(pa.float32(), width), nullable=False),
+        *(pa.field(column.name, column.arrow_type, nullable=False) for column in vectors),
         pa.field("content_hash", pa.binary(HASH_BYTES), nullable=False),
         pa.field("duplicate_of", pa.string()),
         pa.field("width", pa.int32(), nullable=False),

@@ -1,7 +1,7 @@
 """The values that travel between the stages.
 
 Shape legend: T tokens, N images, S patches (tokens that carry pixels), P values per patch,
-D embedding width, K interpolation taps, R runs of equal segments.
+M merged tokens, D embedding width, K interpolation taps.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from typing import Self
 
     import pyarrow as pa
@@ -23,6 +24,8 @@ UInt8Array: TypeAlias = npt.NDArray[np.uint8]
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 Float32Array: TypeAlias = npt.NDArray[np.float32]
+PatchArray: TypeAlias = npt.NDArray[np.uint8] | npt.NDArray[np.float32]
+FloatArray: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.float16]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -71,40 +74,65 @@ class PatchedImage:
 
     Attributes:
         row: its input row.
-        patches: uint8 (S, P), raster order, each patch channel-major.
+        patches: uint8 (S, P), in the tower's order, each patch channel-major; float32 where the model's own processor
+            resizes in float.
         grid_hw: patches per side.
         size_hw: pixels per side of the source, after orientation.
     """
 
     row: int
-    patches: UInt8Array
+    patches: PatchArray
     grid_hw: tuple[int, int]
     size_hw: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Segments:
+    """Stretches of a pack that attend to themselves only.
+
+    Attributes:
+        cu_seqlens: int32 (segments + 1,), their token offsets.
+        max_seqlen: the longest, a host integer.
+        runs: (length, count) of neighbouring segments of equal length, host integers.
+    """
+
+    cu_seqlens: Int32Array
+    max_seqlen: int
+    runs: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AttentionMetadata:
     """Everything a tower would otherwise work out from the images' grids, built once per pack.
 
+    What a tower has no use for is None.
+
     Attributes:
-        cu_seqlens: int32 (N + 1,), token offsets of the images.
-        max_seqlen: longest segment, a host integer.
-        segment_runs: (length, count) for each of the R runs of neighbouring equal-length segments, host integers.
+        segments: one per image.
+        windows: of towers with window attention, in the order of `window_index`.
         prefix_positions: int64 (N * prefix tokens,), where CLS (and register) tokens stand in the pack.
         patch_positions: int64 (S,), where patches stand in the pack.
-        patch_images: int64 (S,), which image of the pack a patch belongs to.
+        token_images: int64 (M,), which image of the pack a merged token belongs to.
+        tokens_per_image: float32 (N,), merged tokens of each image: the divisors of a mean.
         interp_indices: int32 (S, K), rows of the position table that make a patch's position embedding.
         interp_weights: float32 (S, K), their weights.
+        rope_positions: float32 (T, 2), row and column (or patch centre) for rotary embeddings; 0 for prefix tokens.
+        window_index: int64 (M,), merged tokens in window order; `window_reverse` is the way back.
+        merge_index: int64 (S,), patches in merge-block order, for towers whose patches are in raster order.
     """
 
-    cu_seqlens: Int32Array
-    max_seqlen: int
-    segment_runs: tuple[tuple[int, int], ...]
+    segments: Segments
+    windows: Segments | None
     prefix_positions: Int64Array
     patch_positions: Int64Array
-    patch_images: Int64Array
-    interp_indices: Int32Array
-    interp_weights: Float32Array
+    token_images: Int64Array
+    tokens_per_image: Float32Array
+    interp_indices: Int32Array | None
+    interp_weights: Float32Array | None
+    rope_positions: Float32Array | None
+    window_index: Int64Array | None
+    window_reverse: Int64Array | None
+    merge_index: Int64Array | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -114,30 +142,45 @@ class PackedBatch:
     Attributes:
         rows: int64 (N,), their input rows.
         grid_hw: int32 (N, 2). size_hw: int32 (N, 2).
-        patches: uint8 (S, P), the images one after the other.
+        patches: uint8 or float32 (S, P), the images one after the other.
         metadata: built for exactly this pack.
     """
 
     rows: Int64Array
     grid_hw: Int32Array
     size_hw: Int32Array
-    patches: UInt8Array
+    patches: PatchArray
     metadata: AttentionMetadata
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the pack, prefix tokens included."""
-        return int(self.metadata.cu_seqlens[-1])
+        return int(self.metadata.segments.cu_seqlens[-1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EmbeddingBatch:
-    """The result of one pack: `rows` int64 (N,), `grid_hw` and `size_hw` int32 (N, 2), `embeddings` float32 (N, D)."""
+    """The result of one pack.
+
+    Attributes:
+        rows: int64 (N,). grid_hw, size_hw: int32 (N, 2).
+        vectors: by output column: one vector per image (N, D), or, where `offsets` says which image they belong to,
+            one per merged token (M, D).
+        offsets: int64 (N + 1,) into the merged tokens, or None.
+    """
 
     rows: Int64Array
     grid_hw: Int32Array
     size_hw: Int32Array
-    embeddings: Float32Array
+    vectors: Mapping[str, FloatArray]
+    offsets: Int64Array | None = None
+
+    def of_image(self, index: int) -> dict[str, FloatArray]:
+        """The vectors of one image: (D,), or (its tokens, D)."""
+        if self.offsets is None:
+            return {name: values[index] for name, values in self.vectors.items()}
+        start, stop = self.offsets[index : index + 2].tolist()
+        return {name: values[start:stop] for name, values in self.vectors.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -92,15 +92,15 @@ class Writer:
         part.outcomes[failure.row] = failure
 
     def _add_embeddings(self, batch: EmbeddingBatch) -> None:
-        finite = [bool(np.isfinite(embedding).all()) for embedding in batch.embeddings]
         for index, row in enumerate(batch.rows.tolist()):
-            if not finite[index]:
-                message = "the tower's output holds NaN or infinity for this image"
+            vectors = batch.of_image(index)
+            if not all(np.isfinite(values).all() for values in vectors.values()):
+                message = "the tower's output holds NaN, infinity, or a value beyond --embedding-dtype for this image"
                 self._fail(Failure(row=row, stage="encode", code=FailureCode.NON_FINITE, message=message))
                 continue
             part = self._part_of(row)
             part.outcomes[row] = Embedded(
-                embedding=batch.embeddings[index],
+                vectors=vectors,
                 size_hw=tuple(batch.size_hw[index].tolist()),
                 grid_hw=tuple(batch.grid_hw[index].tolist()),
             )
@@ -138,14 +138,13 @@ class Writer:
         return self._store.find(ref.first_row)
 
     def _columns(self, images: list[tuple[ImageRef, Embedded, str | None]]) -> dict[str, Any]:
-        width = self._store.embedding_width
-        embeddings = np.empty((len(images), width), np.float32)
-        for index, (_, image, _) in enumerate(images):
-            embeddings[index] = image.embedding
         return {
             "row": [ref.row for ref, _, _ in images],
             "id": [ref.key for ref, _, _ in images],
-            "embedding": pa.FixedSizeListArray.from_arrays(pa.array(embeddings.reshape(-1)), width),
+            **{
+                column.name: column.to_arrow([image.vectors[column.name] for _, image, _ in images])
+                for column in self._store.vectors
+            },
             "content_hash": [ref.content_hash for ref, _, _ in images],
             "duplicate_of": [first_key for _, _, first_key in images],
             "width": [image.size_hw[1] for _, image, _ in images],

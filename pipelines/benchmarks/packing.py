@@ -14,12 +14,11 @@ import numpy as np
 from record import ROOT, write_result
 
 from vlmembed import packer
-from vlmembed.layout import native_grid
-from vlmembed.towers.dense import layout_of
-from vlmembed.towers.weights import find_model
+from vlmembed.resize import AreaResize
+from vlmembed.towers import open_tower
 from vlmembed.types import PatchedImage
 
-LAYOUT = layout_of(find_model("dinov2-small"))
+LAYOUT = open_tower("dinov2-small").layout
 LOOKAHEADS = (1, 2, 4, 6, 16)
 BUDGETS = {"stamps": (1028, 2056, 4112, 8224, 16448, 32896), "log-uniform": (8192, 16384, 32768)}
 REPEATS = 5
@@ -38,7 +37,8 @@ def grids(kind: str) -> list[tuple[int, int]]:
         counted = json.loads((ROOT / "tests" / "stamp_sizes.json").read_text())
         sizes = [(height, width) for height, width, number in counted for _ in range(number)]
         chosen = [sizes[at] for at in generator.integers(0, len(sizes), 1000)]
-        return [native_grid(size, patch_size=14, min_pixels=50_176, max_pixels=50_176) for size in chosen]
+        assert isinstance(LAYOUT.native, AreaResize)
+        return [LAYOUT.native.grid(size) for size in chosen]
     return [(1, int(length)) for length in np.exp(generator.uniform(np.log(64), np.log(8000), 1000))]
 
 

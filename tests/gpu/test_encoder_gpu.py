@@ -10,11 +10,14 @@ import torch.nn.functional as F  # noqa: N812  the field's own name for it
 from conftest import make_rule, noise
 
 from vlmembed.encoder import Encoder
+from vlmembed.schema import VectorColumn
 from vlmembed.towers import load_tower
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
+
+    from PIL.Image import Image
 
     from vlmembed.types import PackedBatch
 
@@ -31,9 +34,14 @@ def test_a_pack_on_the_gpu(
     on_gpu = load_tower(str(builtin_folder), dtype=dtype, device=torch.device("cuda"))
     on_cpu = load_tower(str(builtin_folder), dtype=torch.float32, device=torch.device("cpu"))
     rule = make_rule(on_gpu.layout)
-    gpu, cpu = (Encoder(tower, pool="cls", normalize=True) for tower in (on_gpu, on_cpu))
-    packed = torch.from_numpy(gpu.encode(pack_images(images, rule)).embeddings)
-    alone = torch.cat([torch.from_numpy(gpu.encode(pack_images([image], rule)).embeddings) for image in images])
+    columns = (VectorColumn(name="embedding", width=384),)
+    gpu, cpu = (Encoder(tower, vectors=columns, pool="cls", normalize=True) for tower in (on_gpu, on_cpu))
+
+    def embed(encoder: Encoder, together: Sequence[Image]) -> torch.Tensor:
+        return torch.from_numpy(encoder.encode(pack_images(together, rule)).vectors["embedding"])
+
+    packed = embed(gpu, images)
+    alone = torch.cat([embed(gpu, [image]) for image in images])
     assert F.cosine_similarity(packed, alone).min() >= cosine
-    reference = torch.from_numpy(cpu.encode(pack_images(images, rule)).embeddings)
+    reference = embed(cpu, images)
     assert F.cosine_similarity(packed, reference).min() >= 0.99

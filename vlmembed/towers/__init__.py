@@ -5,28 +5,41 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vlmembed.errors import ModelError
-from vlmembed.towers.families import MODEL_TYPES
+from vlmembed.towers.families import FAMILIES, MODEL_TYPES
 
 if TYPE_CHECKING:
     import torch
 
-    from vlmembed.towers.dense import DenseTower
+    from vlmembed.towers.base import Tower
+    from vlmembed.towers.blueprint import Blueprint
 
-__all__ = ["load_tower"]
+__all__ = ["load_tower", "open_tower"]
 
 
-def load_tower(model: str, *, revision: str | None = None, dtype: torch.dtype, device: torch.device) -> DenseTower:
-    """Load a vision tower: a built-in name, a local Hugging Face folder, or a hub id.
+def open_tower(model: str, *, revision: str | None = None) -> Blueprint:
+    """Find a model and read its settings, not its weights: a built-in name, a local Hugging Face folder, or a hub id.
 
     Raises:
         ModelError: the files are not there, are broken, or hold a tower of another kind.
     """
-    from vlmembed.towers.dense import DenseTower  # noqa: PLC0415  `vlmembed models` lists without loading torch
+    from vlmembed.towers.dense import open_dense  # noqa: PLC0415  `vlmembed models` lists without loading torch
+    from vlmembed.towers.grid import open_grid  # noqa: PLC0415  the same
     from vlmembed.towers.weights import find_model  # noqa: PLC0415  the same
 
     files = find_model(model, revision)
     model_type = files.config.get("model_type")
-    if model_type not in MODEL_TYPES:
-        msg = f"{model} has model_type {model_type!r}; supported: {', '.join(MODEL_TYPES)} (see `vlmembed models`)"
+    family = MODEL_TYPES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        supported = ", ".join(each.model_types[0] for each in FAMILIES)
+        msg = f"{model} has model_type {model_type!r}; supported: {supported} (see `vlmembed models`)"
         raise ModelError(msg)
-    return DenseTower.load(files, dtype=dtype, device=device)
+    return (open_grid if family.is_grid else open_dense)(files, family)
+
+
+def load_tower(model: str, *, revision: str | None = None, dtype: torch.dtype, device: torch.device) -> Tower:
+    """`open_tower`, then the weights.
+
+    Raises:
+        ModelError: as there; or a tensor of the tower is missing, or there is no memory for it.
+    """
+    return open_tower(model, revision=revision).load(dtype=dtype, device=device)

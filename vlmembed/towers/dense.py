@@ -1,167 +1,252 @@
-"""DINOv2 over a pack: transformers' layers once over all images, ``(1, T, C)``.
+"""Image towers with one token per patch: CLIP, SigLIP, DINO. transformers runs them on batches of one size, or padded;
+here their layers run on packs.
 
-Shape legend: T tokens, N images, S patches, P values per patch, C width, D embedding width (here D = C).
+Shape legend: as in `vlmembed.towers.base`; H attention heads.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812  the field's own name for it
 from torch import nn
-from transformers import AutoConfig, Dinov2Model
-from transformers.utils.logging import disable_progress_bar
 
-from vlmembed.attention import DeviceMetadata, PackedAttention
-from vlmembed.errors import ModelError
+from vlmembed.attention import varlen_pooling
+from vlmembed.interpolation import PositionTable
 from vlmembed.layout import TowerLayout
-from vlmembed.towers.weights import normalisation, official_resize, weights_sha256
+from vlmembed.towers.base import Parts, Tower, flat_patch_weight, replace_attention
+from vlmembed.towers.blueprint import Blueprint, layout_settings, make_config, on_meta, vision_settings
 
 if TYPE_CHECKING:
-    from typing import Self
+    from collections.abc import Callable
 
+    from vlmembed.attention import DeviceMetadata, DeviceSegments
+    from vlmembed.towers.families import Family
     from vlmembed.towers.weights import ModelFiles
 
 
-class DenseTower(nn.Module):
-    """A DINOv2 tower that runs on packs.
+class PackedPooling(nn.Module):
+    """SigLIP's attention pooling over the segments of a pack: a learned query, then a residual MLP."""
 
-    The position table and the patch normalisation stay in float32 whatever `dtype` the layers have.
+    query: torch.Tensor
 
-    Attributes:
-        layout: what preprocessing and packing must know.
-        width: D, the embedding width.
-        default_pool: what ``--pool auto`` means.
-        weights_sha256, config_sha256, revision: identity of the checkpoint.
+    def __init__(self, head: Any) -> None:  # noqa: ANN401  transformers' own
+        super().__init__()
+        attention = head.attention
+        width = attention.embed_dim
+        weight_q, weight_k, weight_v = attention.in_proj_weight.split(width)
+        bias_q, bias_k, bias_v = attention.in_proj_bias.split(width)
+        self.num_heads = attention.num_heads
+        query = head.probe.detach().view(width).float() @ weight_q.detach().float().T + bias_q.detach().float()
+        self.register_buffer("query", query.view(self.num_heads, -1))
+        self.key_value = nn.Linear(width, 2 * width, device="meta")
+        self.key_value.weight = nn.Parameter(torch.cat([weight_k, weight_v]), requires_grad=False)
+        self.key_value.bias = nn.Parameter(torch.cat([bias_k, bias_v]), requires_grad=False)
+        self.output, self.norm, self.mlp = attention.out_proj, head.layernorm, head.mlp
+
+    def forward(self, hidden_TC: torch.Tensor, segments: DeviceSegments) -> torch.Tensor:
+        """(T, C) to (N, C)."""
+        query = self.query.to(hidden_TC.dtype)
+        key_THd, value_THd = self.key_value(hidden_TC).view(-1, 2, *query.shape).unbind(1)
+        pooled = varlen_pooling(query, key_THd, value_THd, segments, scale=query.shape[1] ** -0.5)
+        hidden_NC = self.output(pooled.flatten(1))
+        out_NC: torch.Tensor = hidden_NC + self.mlp(self.norm(hidden_NC))
+        return out_NC
+
+
+class CentreRope(nn.Module):
+    """DINOv3's rotary angles: patch centres in -1..1 times 2 pi times the frequencies, rows then columns, twice.
+
+    Formula: ``DINOv3ViTRopePositionEmbedding`` of transformers. Prefix tokens stand at (0, 0) and are not turned.
     """
 
-    default_pool = "cls"
-    prefix_embedding: torch.Tensor
-    position_table: torch.Tensor
-    patch_mean: torch.Tensor
-    patch_inverse_std: torch.Tensor
+    frequencies: torch.Tensor
 
-    def __init__(self, model: Dinov2Model, layout: TowerLayout) -> None:
+    def __init__(self, theta: float, head_dim: int) -> None:
         super().__init__()
-        self.layout = layout
-        self.width: int = model.config.hidden_size
-        self.weights_sha256 = ""
-        self.config_sha256 = ""
-        self.revision = ""
-        self.dtype = model.dtype
-        projection = model.embeddings.patch_embeddings.projection
-        self.patch_weight = nn.Parameter(projection.weight.reshape(self.width, -1), requires_grad=False)
-        self.patch_bias = nn.Parameter(projection.bias, requires_grad=False)
-        self.layers = model.encoder.layer
-        self.final_norm = model.layernorm
-        for layer in self.layers:
-            attention = layer.attention
-            layer.attention = PackedAttention(
-                attention.q_proj,
-                attention.k_proj,
-                attention.v_proj,
-                attention.o_proj,
-                num_heads=attention.num_attention_heads,
-                scale=attention.scaling,
-            )
-        table = model.embeddings.position_embeddings.detach()[0].float()
-        patch = layout.patch_size**2
-        mean = torch.tensor(layout.image_mean).repeat_interleave(patch) / layout.rescale_factor
-        inverse_std = layout.rescale_factor / torch.tensor(layout.image_std).repeat_interleave(patch)
-        self.register_buffer("prefix_embedding", model.embeddings.cls_token.detach()[0].float() + table[:1])
-        self.register_buffer("position_table", table[1:].clone())
-        self.register_buffer("patch_mean", mean)
-        self.register_buffer("patch_inverse_std", inverse_std)
+        self.register_buffer("frequencies", theta ** -torch.arange(0, 1, 4 / head_dim, dtype=torch.float32))
 
-    @classmethod
-    def load(cls, files: ModelFiles, *, dtype: torch.dtype, device: torch.device) -> Self:
-        """Read a checkpoint folder.
+    def forward(self, positions_T2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine, each (T, d)."""
+        angles = (2 * math.pi * positions_T2[:, :, None] * self.frequencies).flatten(1).tile(2)
+        return angles.cos(), angles.sin()
 
-        Raises:
-            ModelError: a tensor of the tower is missing or has the wrong shape.
-        """
-        sha256 = weights_sha256(files.folder)
-        config = AutoConfig.from_pretrained(files.folder, local_files_only=True)
-        disable_progress_bar()  # loading takes a moment; the bar of a run is the run's own
-        model, info = Dinov2Model.from_pretrained(
-            files.folder, config=config, dtype=torch.float32, local_files_only=True, output_loading_info=True
-        )
-        if absent := sorted(set(info["missing_keys"]) | {name for name, *_ in info["mismatched_keys"]}):
-            msg = f"{files.folder} lacks {len(absent)} tensors of the tower, the first is {absent[0]!r}"
-            raise ModelError(msg)
-        tower = cls(model.eval(), layout_of(files))
-        tower.weights_sha256, tower.config_sha256, tower.revision = sha256, files.config_sha256, files.revision
-        return tower.prepare(dtype=dtype, device=device)
 
-    def prepare(self, *, dtype: torch.dtype, device: torch.device) -> Self:
-        """Cast the layers to `dtype`, keep the float32 buffers, and move all to `device`."""
-        self.dtype = dtype
-        for parameter in self.parameters():
-            parameter.requires_grad = False
-            parameter.data = parameter.data.to(dtype)
-        return self.to(device)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class DenseParts:
+    """`Parts`, and what pools: `cls_norm` of the first prefix token, `projection` behind it (CLIP), or `pooling`
+    over the patches (SigLIP)."""
 
-    def embed_patches(self, patches_SP: torch.Tensor, metadata: DeviceMetadata) -> torch.Tensor:
-        """uint8 (S, P) patches to (1, T, C) hidden states, CLS tokens and position embeddings included."""
-        pixels = patches_SP.to(torch.float32).sub_(self.patch_mean).mul_(self.patch_inverse_std)
-        hidden_SC = F.linear(pixels.to(self.dtype), self.patch_weight, self.patch_bias)
-        positions_SC = F.embedding_bag(
-            metadata.interp_indices, self.position_table, per_sample_weights=metadata.interp_weights, mode="sum"
-        )
-        num_images = metadata.cu_seqlens.shape[0] - 1
-        num_tokens = patches_SP.shape[0] + metadata.prefix_positions.shape[0]
-        hidden_TC = hidden_SC.new_empty(num_tokens, self.width)
-        hidden_TC.index_copy_(0, metadata.patch_positions, hidden_SC + positions_SC.to(self.dtype))
-        prefix = self.prefix_embedding.to(self.dtype).expand(num_images, -1, -1).reshape(-1, self.width)
-        return hidden_TC.index_copy_(0, metadata.prefix_positions, prefix)[None]
+    parts: Parts
+    cls_norm: nn.Module | None = None
+    projection: nn.Linear | None = None
+    pooling: PackedPooling | None = None
+
+
+class DenseTower(Tower):
+    """A tower whose output is one vector per patch."""
+
+    def __init__(self, layout: TowerLayout, dense_parts: DenseParts, *, weights_sha256: str) -> None:
+        super().__init__(layout, dense_parts.parts, weights_sha256=weights_sha256)
+        self.cls_norm = dense_parts.cls_norm or nn.Identity()
+        self.projection = dense_parts.projection
+        self.pooling = dense_parts.pooling
 
     def hidden_states(self, patches_SP: torch.Tensor, metadata: DeviceMetadata) -> torch.Tensor:
         """(T, C) after the last layer, before the final norm."""
-        hidden = self.embed_patches(patches_SP, metadata)
-        for layer in self.layers:
-            hidden = layer(hidden, metadata=metadata)
-        return hidden.view(-1, self.width)
+        hidden = self.pre_norm(self.embed_patches(patches_SP, metadata))
+        return self.run_layers(hidden, metadata, self.rotary(metadata))
+
+    def tokens(
+        self, patches_SP: torch.Tensor, metadata: DeviceMetadata, *, deepstack: bool = False
+    ) -> list[torch.Tensor]:
+        """The ``last_hidden_state`` of transformers without the prefix tokens, (S, C)."""
+        assert not deepstack
+        hidden_TC = self.hidden_states(patches_SP, metadata)
+        return [self.final_norm(hidden_TC.index_select(0, metadata.patch_positions))]
 
     def forward(self, patches_SP: torch.Tensor, metadata: DeviceMetadata, *, pool: str) -> torch.Tensor:
-        """Pooled float32 (N, D): the CLS token, or the mean of the patch tokens, after the final norm."""
+        """``cls``: the first prefix token after its norm. ``head``: CLIP's projection of that, or SigLIP's attention
+        pooling. ``mean``: over the patch tokens."""
+        if pool == "mean":
+            return self.mean(self.tokens(patches_SP, metadata)[0], metadata)
         hidden_TC = self.hidden_states(patches_SP, metadata)
-        if pool == "cls":
-            return cast("torch.Tensor", self.final_norm(hidden_TC.index_select(0, metadata.prefix_positions)).float())
-        tokens_SC: torch.Tensor = self.final_norm(hidden_TC.index_select(0, metadata.patch_positions)).float()
-        num_images = metadata.cu_seqlens.shape[0] - 1
-        sums_ND = tokens_SC.new_zeros(num_images, self.width).index_add_(0, metadata.patch_images, tokens_SC)
-        counts_N = metadata.cu_seqlens.diff() - self.layout.num_prefix_tokens
-        return sums_ND / counts_N[:, None]
+        if self.pooling is not None:
+            pooled: torch.Tensor = self.pooling(self.final_norm(hidden_TC), metadata.segments)
+            return pooled.float()
+        first_N = metadata.prefix_positions[:: self.layout.num_prefix_tokens]
+        cls_NC: torch.Tensor = self.cls_norm(hidden_TC.index_select(0, first_N))
+        return (self.projection(cls_NC) if pool == "head" and self.projection is not None else cls_NC).float()
 
 
-def layout_of(files: ModelFiles) -> TowerLayout:
-    """Preprocessing and packing facts of a DINOv2 checkpoint, from its two config files.
+def clip(model: Any, _config: Any) -> DenseParts:  # noqa: ANN401  transformers' own
+    """CLIP and MetaCLIP 2: the final norm is the CLS token's alone."""
+    tower = model["vision_model"]
+    replace_attention(tower.encoder.layers, returns_weights=True)
+    embeddings = tower.embeddings
+    table = embeddings.position_embedding.weight
+    parts = Parts(
+        patch_weight=flat_patch_weight(embeddings.patch_embedding),
+        patch_bias=None,
+        layers=tower.encoder.layers,
+        prefix=(embeddings.class_embedding + table[0])[None],
+        table=table[1:],
+        pre_norm=tower.pre_layrnorm,
+    )
+    projections = [module for name, module in model.items() if name == "visual_projection"]
+    return DenseParts(parts=parts, cls_norm=tower.post_layernorm, projection=projections[0] if projections else None)
+
+
+def siglip(model: Any, _config: Any) -> DenseParts:  # noqa: ANN401  transformers' own
+    """SigLIP and SigLIP2: no prefix; NaFlex embeds patches whose values are (row, column, channel)."""
+    replace_attention(model.encoder.layers, returns_weights=True)
+    embeddings = model.embeddings
+    embedding = embeddings.patch_embedding
+    if isinstance(embedding, nn.Linear):
+        side = math.isqrt(embedding.in_features // 3)
+        weight = embedding.weight.view(-1, side, side, 3).permute(0, 3, 1, 2).reshape(embedding.out_features, -1)
+    else:
+        weight = flat_patch_weight(embedding)
+    parts = Parts(
+        patch_weight=weight,
+        patch_bias=embedding.bias,
+        layers=model.encoder.layers,
+        table=embeddings.position_embedding.weight,
+        final_norm=model.post_layernorm,
+    )
+    return DenseParts(parts=parts, pooling=PackedPooling(model.head) if model.use_head else None)
+
+
+def dino(model: Any, config: Any) -> DenseParts:  # noqa: ANN401  transformers' own
+    """DINOv2, DINOv2 with registers, DINOv3: CLS and register tokens; a learned table or rotary positions."""
+    embeddings = model.embeddings
+    prefix = embeddings.cls_token[0]
+    table = getattr(embeddings, "position_embeddings", None)
+    if table is not None:
+        prefix, table = prefix + table[0, :1], table[0, 1:]
+    if (registers := getattr(embeddings, "register_tokens", None)) is not None:
+        prefix = torch.cat([prefix, registers[0]])
+    convolution = embeddings.patch_embeddings if table is None else embeddings.patch_embeddings.projection
+    layers, norm = (model.model.layer, model.norm) if table is None else (model.encoder.layer, model.layernorm)
+    rope = CentreRope(config.rope_theta, config.hidden_size // config.num_attention_heads) if table is None else None
+    replace_attention(layers, returns_weights=True)
+    parts = Parts(
+        patch_weight=flat_patch_weight(convolution),
+        patch_bias=convolution.bias,
+        layers=layers,
+        prefix=prefix,
+        table=table,
+        final_norm=norm,
+        rope=rope,
+    )
+    return DenseParts(parts=parts, cls_norm=norm)
+
+
+ADAPTERS: dict[str, Callable[[Any, Any], DenseParts]] = {"clip": clip, "siglip": siglip, "dino": dino}
+
+
+def open_dense(files: ModelFiles, family: Family) -> Blueprint:
+    """Read the settings of a dense tower.
 
     Raises:
-        ModelError: the config lacks a setting, or the image processor normalises without saying how.
+        ModelError: they are incomplete, or contradict each other.
     """
-    config, processor = files.config, files.processor
-    try:
-        patch_size, image_size = int(config["patch_size"]), int(config["image_size"])
-    except (KeyError, TypeError, ValueError) as error:
-        msg = f"{files.folder / 'config.json'} has no usable patch_size and image_size ({error!r})"
-        raise ModelError(msg) from error
-    official, problem = None, ""
-    try:
-        official = official_resize(processor)
-    except ModelError as error:
-        problem = str(error)
-    height, width = (official and official.output_hw) or (224, 224)
-    mean, std = normalisation(processor)
+    settings = vision_settings(files)
+    config = make_config(family, settings, files)
+    skeleton = on_meta(family, config)
+    widths = dict.fromkeys(family.pools, int(config.hidden_size))
+    if family.adapter == "clip":
+        skeleton = nn.ModuleDict({"vision_model": skeleton})
+        if _has_projection(files):
+            widths["head"] = int(files.config.get("projection_dim") or config.projection_dim)
+            skeleton["visual_projection"] = nn.Linear(config.hidden_size, widths["head"], bias=False, device="meta")
+        else:
+            del widths["head"]
+    elif family.adapter == "siglip" and not skeleton.use_head:
+        del widths["head"]
+    return Blueprint(
+        files=files,
+        family=family,
+        layout=_layout(files, family, config),
+        skeleton=skeleton,
+        num_heads=config.num_attention_heads,
+        pool_widths=widths,
+        token_width=int(config.hidden_size),
+        build=lambda blueprint, sha256: DenseTower(
+            blueprint.layout, ADAPTERS[family.adapter](blueprint.skeleton, config), weights_sha256=sha256
+        ),
+    )
+
+
+def _has_projection(files: ModelFiles) -> bool:
+    """A whole CLIP has one, a classifier has not, and a vision model saved alone has one if its class says so."""
+    classes = " ".join(files.config.get("architectures") or ())
+    if "vision_config" in files.config:
+        return "ForImageClassification" not in classes
+    return "WithProjection" in classes
+
+
+def _layout(files: ModelFiles, family: Family, config: Any) -> TowerLayout:  # noqa: ANN401  a transformers config
+    patch_size = int(config.patch_size)
+    table = _table(family, config, patch_size)
     return TowerLayout(
         patch_size=patch_size,
-        num_prefix_tokens=1,
-        position_grid_hw=(image_size // patch_size, image_size // patch_size),
-        native_pixels=height * width,
-        image_mean=mean,
-        image_std=std,
-        official=official,
-        official_problem=problem,
-        rescale_factor=float(processor.get("rescale_factor", 1 / 255)) if processor.get("do_rescale", True) else 1.0,
+        num_prefix_tokens=0 if family.adapter == "siglip" else 1 + getattr(config, "num_register_tokens", 0),
+        table=table,
+        rope="centre" if table is None else None,
+        **layout_settings(files, family, patch_size=patch_size, merge_size=1),
     )
+
+
+def _table(family: Family, config: Any, patch_size: int) -> PositionTable | None:  # noqa: ANN401  a transformers config
+    """The learned table; DINOv3 has none."""
+    if "dinov3_vit" in family.model_types:
+        return None
+    if "siglip2" in family.model_types:
+        side = math.isqrt(config.num_patches)
+        return PositionTable(size_hw=(side, side), kernel="bilinear", antialias=True)
+    side = int(config.image_size) // patch_size
+    antialias = "dinov2_with_registers" in family.model_types
+    return PositionTable(size_hw=(side, side), kernel="bicubic", antialias=antialias)

@@ -1,0 +1,187 @@
+"""What a tower is: transformers' layers once over all images of a pack, with our embedding, attention and pooling.
+
+Shape legend: T tokens, N images, S patches, M merged tokens, P values per patch, C width, D output width, d head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  the field's own name for it
+from torch import nn
+
+from vlmembed.attention import DeviceMetadata, PackedAttention, fused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Self
+
+    from vlmembed.layout import TowerLayout
+
+Rope = tuple[torch.Tensor, torch.Tensor]
+"""Cosine and sine, each (T, d), float32."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Parts:
+    """A transformers vision model taken apart; what a tower lacks is None.
+
+    Attributes:
+        patch_weight: (C, P), channel-major. patch_bias: (C,).
+        prefix: (prefix tokens, C), their positions included.
+        table: (rows, C), learned positions of the patches.
+        pre_norm, final_norm: before and after the layers.
+        layers: the blocks, attention replaced.
+        rope: from positions (T, 2) to `Rope`.
+    """
+
+    patch_weight: torch.Tensor
+    patch_bias: torch.Tensor | None
+    layers: nn.ModuleList
+    prefix: torch.Tensor | None = None
+    table: torch.Tensor | None = None
+    pre_norm: nn.Module | None = None
+    final_norm: nn.Module | None = None
+    rope: Callable[[torch.Tensor], Rope] | None = None
+
+
+class Tower(nn.Module):
+    """A vision tower that runs on packs.
+
+    Positions, rotary angles and the patch normalisation stay in float32 whatever `dtype` the layers have.
+
+    Attributes:
+        layout: what preprocessing and packing must know.
+        dtype: of the layers.
+        weights_sha256: over the tower's tensors.
+    """
+
+    prefix: torch.Tensor | None
+    table: torch.Tensor | None
+    patch_mean: torch.Tensor
+    patch_inverse_std: torch.Tensor
+
+    def __init__(self, layout: TowerLayout, parts: Parts, *, weights_sha256: str) -> None:
+        super().__init__()
+        self.layout = layout
+        self.weights_sha256 = weights_sha256
+        self.dtype = parts.patch_weight.dtype
+        self.patch_weight = nn.Parameter(parts.patch_weight, requires_grad=False)
+        self.patch_bias = None if parts.patch_bias is None else nn.Parameter(parts.patch_bias, requires_grad=False)
+        self.layers = parts.layers
+        self.pre_norm = parts.pre_norm or nn.Identity()
+        self.final_norm = parts.final_norm or nn.Identity()
+        self.rope = parts.rope
+        patch = layout.patch_size**2
+        self.register_buffer("prefix", None if parts.prefix is None else parts.prefix.detach().float())
+        self.register_buffer("table", None if parts.table is None else parts.table.detach().float().clone())
+        mean = torch.tensor(layout.image_mean).repeat_interleave(patch) / layout.rescale_factor
+        inverse_std = layout.rescale_factor / torch.tensor(layout.image_std).repeat_interleave(patch)
+        self.register_buffer("patch_mean", mean)
+        self.register_buffer("patch_inverse_std", inverse_std)
+
+    def prepare(self, *, dtype: torch.dtype, device: torch.device) -> Self:
+        """Cast the layers to `dtype`, keep the float32 buffers, and move all to `device`."""
+        self.dtype = dtype
+        for parameter in self.parameters():
+            parameter.requires_grad = False
+            parameter.data = parameter.data.to(dtype)
+        return self.eval().to(device)
+
+    def embed_patches(self, patches_SP: torch.Tensor, metadata: DeviceMetadata) -> torch.Tensor:
+        """uint8 or float32 (S, P) patches to (T, C) hidden states, prefix tokens and learned positions included."""
+        pixels = (patches_SP.to(torch.float32) - self.patch_mean).mul_(self.patch_inverse_std)
+        hidden_SC = F.linear(pixels.to(self.dtype), self.patch_weight, self.patch_bias)
+        return self.with_positions(hidden_SC, metadata)
+
+    def with_positions(self, hidden_SC: torch.Tensor, metadata: DeviceMetadata) -> torch.Tensor:
+        """Add the resampled position table, then put the prefix tokens between the images' patches: (T, C)."""
+        if self.table is not None:
+            indices, weights = metadata.interp_indices, metadata.interp_weights
+            assert indices is not None
+            positions_SC = F.embedding_bag(indices, self.table, per_sample_weights=weights, mode="sum")
+            hidden_SC = hidden_SC + positions_SC.to(self.dtype)
+        if self.prefix is None:
+            return hidden_SC
+        num_images, width = metadata.tokens_per_image.shape[0], hidden_SC.shape[1]
+        hidden_TC = hidden_SC.new_empty(hidden_SC.shape[0] + metadata.prefix_positions.shape[0], width)
+        hidden_TC.index_copy_(0, metadata.patch_positions, hidden_SC)
+        prefix = self.prefix.to(self.dtype).expand(num_images, -1, -1).reshape(-1, width)
+        return hidden_TC.index_copy_(0, metadata.prefix_positions, prefix)
+
+    def run_layers(
+        self,
+        hidden_TC: torch.Tensor,
+        metadata: DeviceMetadata,
+        rope: Rope | None,
+        after_layer: Callable[[int, torch.Tensor], None] | None = None,
+    ) -> torch.Tensor:
+        """All layers; each gets the one metadata object. `after_layer` sees the hidden states between them."""
+        for number, layer in enumerate(self.layers):
+            hidden_TC = layer(
+                hidden_TC,
+                attention_mask=None,
+                cu_seqlens=metadata.segments.cu_seqlens,
+                position_embeddings=rope,
+                metadata=metadata,
+            )
+            if after_layer is not None:
+                after_layer(number, hidden_TC)
+        return hidden_TC
+
+    def rotary(self, metadata: DeviceMetadata) -> Rope | None:
+        """Cosine and sine of every token's rotary angles, where the tower has them."""
+        if self.rope is None:
+            return None
+        assert metadata.rope_positions is not None
+        return self.rope(metadata.rope_positions)
+
+    def mean(self, tokens_MD: torch.Tensor, metadata: DeviceMetadata) -> torch.Tensor:
+        """Mean over each image's tokens in float32, (N, D)."""
+        num_images = metadata.tokens_per_image.shape[0]
+        sums_ND = tokens_MD.new_zeros(num_images, tokens_MD.shape[1], dtype=torch.float32)
+        sums_ND.index_add_(0, metadata.token_images, tokens_MD.float())
+        return sums_ND / metadata.tokens_per_image[:, None]
+
+    def tokens(
+        self, patches_SP: torch.Tensor, metadata: DeviceMetadata, *, deepstack: bool = False
+    ) -> list[torch.Tensor]:
+        """One vector per merged token, (M, D), in raster order of each image; with `deepstack` the features of the
+        inner layers behind them, each (M, D)."""
+        raise NotImplementedError
+
+    def forward(self, patches_SP: torch.Tensor, metadata: DeviceMetadata, *, pool: str) -> torch.Tensor:
+        """One float32 vector per image, (N, D)."""
+        raise NotImplementedError
+
+
+def replace_attention(layers: nn.ModuleList, *, returns_weights: bool) -> None:
+    """Put `PackedAttention` in the place of every layer's attention."""
+    for layer in layers:
+        name = next(name for name in ("attn", "self_attn", "attention") if hasattr(layer, name))
+        attention = getattr(layer, name)
+        if hasattr(attention, "qkv"):
+            qkv = attention.qkv
+        else:
+            qkv = fused(attention.q_proj, attention.k_proj, attention.v_proj)
+        output = next(getattr(attention, each) for each in ("proj", "out_proj", "o_proj") if hasattr(attention, each))
+        num_heads = getattr(attention, "num_heads", None) or attention.num_attention_heads
+        packed = PackedAttention(
+            qkv,
+            output,
+            num_heads=num_heads,
+            scale=(qkv.out_features // 3 // num_heads) ** -0.5,
+            returns_weights=returns_weights,
+        )
+        setattr(layer, name, packed)
+
+
+def flat_patch_weight(convolution: Any) -> torch.Tensor:  # noqa: ANN401  Conv2d or Conv3d, by shape
+    """A patch embedding as (C, P). A still picture is the same in every frame of a Conv3d, so its weights are summed
+    over the frames, in float32: half the products, the same result but for rounding."""
+    weight: torch.Tensor = convolution.weight
+    if weight.dim() == 5:  # noqa: PLR2004  (C, 3, frames, height, width)
+        weight = weight.float().sum(2)
+    return weight.reshape(weight.shape[0], -1)
