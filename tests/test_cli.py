@@ -52,7 +52,7 @@ def test_inspect_does_not_load_torch(tmp_path: Path, tiny_model: Path) -> None:
     script = LIGHT.format(arguments=["inspect", str(tmp_path / "o.parquet")])
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert "rows        8, of them 0 duplicates" in run.stdout
-    assert "width       32" in run.stdout
+    assert "embedding: 32 x float32" in run.stdout
     assert len(re.findall(r"^    [01]\.\d{4}  ", run.stdout, re.MULTILINE)) == 3
 
 

@@ -108,6 +108,7 @@ class Case:
     model: Any
     blueprint: Blueprint
     loaded: dict[torch.dtype, Tower] = field(default_factory=dict)
+    references: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def outputs_deepstack(self) -> bool:
@@ -121,7 +122,7 @@ class Case:
         model = copy.deepcopy(self.model)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
-        return replace(self, model=model)
+        return replace(self, model=model, references={})
 
     def tower(self, dtype: torch.dtype = torch.float32) -> Tower:
         """Read from the checkpoint once."""
@@ -221,7 +222,15 @@ def whole_picture(case: Case, batch: PackedBatch) -> torch.Tensor:
 
 
 def grid_reference(case: Case, image: Image) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Tokens and deepstack features of one image from the whole model's ``get_image_features``."""
+    """Tokens and deepstack features of one image from the whole model's ``get_image_features``, computed once."""
+    if image.tobytes() not in case.references:
+        case.references[image.tobytes()] = image_features(case, image)
+    tokens, deepstack = case.references[image.tobytes()]
+    return tokens, deepstack
+
+
+def image_features(case: Case, image: Image) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """What `grid_reference` keeps."""
     if case.model_type == "kimi_k25":  # its processor wants torchvision; the patches are tested in test_resize
         batch = case.pack([image])
         pixels, grid = normalised(case, batch), torch.tensor([[1, *batch.grid_hw[0].tolist()]])
@@ -379,7 +388,7 @@ def test_a_forward_makes_no_host_sync(case: Case) -> None:
 def test_transformers_own_forward_does_sync(case: Case) -> None:
     """The counter sees what it is there to see."""
     with SyncCounter() as theirs:
-        grid_reference(case, pictures()[0])
+        image_features(case, pictures()[0])
     assert theirs.count > 0
 
 

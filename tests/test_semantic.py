@@ -55,12 +55,18 @@ def nearest_neighbour_accuracy(paths: list[str], output: Path, **settings: str) 
 
 
 def test_the_built_in_model_knows_stamps(stamps: list[str], tmp_path: Path, builtin_folder: Path) -> None:
+    assert builtin_folder.exists()
     found = nearest_neighbour_accuracy(stamps, tmp_path / "real.parquet")
-    random = tmp_path / "random"
-    torch.manual_seed(0)
-    Dinov2Model(Dinov2Config.from_pretrained(builtin_folder)).save_pretrained(random)
-    (random / "preprocessor_config.json").write_bytes((builtin_folder / "preprocessor_config.json").read_bytes())
-    without = nearest_neighbour_accuracy(stamps, tmp_path / "random.parquet", model=str(random))
-    print(f"1-NN accuracy: {found:.3f} with the built-in weights, {without:.3f} with random ones")  # noqa: T201
+    print(f"1-NN accuracy: {found:.3f} with the built-in weights")  # noqa: T201
     assert found >= 0.64
-    assert found >= without + 0.2
+
+
+@pytest.mark.slow
+def test_random_weights_know_less(stamps: list[str], tmp_path: Path, builtin_folder: Path) -> None:
+    torch.manual_seed(0)
+    Dinov2Model(Dinov2Config.from_pretrained(builtin_folder)).save_pretrained(tmp_path / "random")
+    processor = (builtin_folder / "preprocessor_config.json").read_bytes()
+    (tmp_path / "random" / "preprocessor_config.json").write_bytes(processor)
+    found = nearest_neighbour_accuracy(stamps, tmp_path / "random.parquet", model=str(tmp_path / "random"))
+    print(f"1-NN accuracy: {found:.3f} with random weights")  # noqa: T201
+    assert found <= 0.44

@@ -180,13 +180,13 @@ def test_inspect_shows_tokens(qwen: tuple[Any, Path], pictures: Path, tmp_path: 
     output = tmp_path / "out.parquet"
     run(pictures, output, qwen[1], emit="tokens", deepstack=True)
     found = inspect(output)
-    assert tuple(found.vectors) == LEVELS
+    assert found.vectors == LEVELS
     assert (found.num_rows, found.width, found.num_duplicates, found.nearest) == (6, TEXT_WIDTH, 1, [])
     assert found.num_tokens == sum(len(tokens) for tokens in arrays(pq.read_table(output), "tokens"))
     shown = CliRunner().invoke(cli, ["inspect", str(output)]).output
     assert "emit tokens, resize native" in shown
     assert "not aligned with text" in shown
-    assert f"{found.num_tokens:,} in all rows" in shown
+    assert f"{TEXT_WIDTH} x float16, {found.num_tokens:,} tokens in all rows" in shown
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_inspect_shows_tokens(qwen: tuple[Any, Path], pictures: Path, tmp_path: 
         ("qwen3_5", {"deepstack": True, "emit": "tokens"}, r"--deepstack is not possible with Qwen3.5"),
         ("kimi_k25", {"min_pixels": 3000}, r"--min-pixels is not possible .* never enlarges"),
         ("clip", {"resize": "official", "max_pixels": 3000}, r"--max-pixels belong to --resize native"),
-        ("qwen3_vl", {"max_tokens_per_batch": 300}, r"one image can have 625 tokens.*or lower --max-pixels"),
+        ("qwen3_vl", {"max_tokens_per_batch": 300}, r"one image can have 707 tokens.*or lower --max-pixels"),
     ],
 )
 def test_outputs_that_a_tower_lacks_are_usage_errors(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812  the field's own name for it
 from conftest import SAMPLES, make_rule, noise
 from transformers import AutoImageProcessor, AutoModel
 
-from vlmembed.attention import DeviceMetadata, PackedAttention
+from vlmembed.attention import DeviceMetadata
 from vlmembed.decode import decode
 from vlmembed.encoder import Encoder
 from vlmembed.errors import ImageError, MissingExtraError, ModelError
@@ -103,7 +103,7 @@ def test_a_pack_equals_its_images_alone(tower: Tower, pack_images: PackImages) -
 
 def test_a_pack_equals_its_images_alone_in_bf16(builtin_folder: Path, tower: Tower, pack_images: PackImages) -> None:
     half = load_tower(str(builtin_folder), dtype=torch.bfloat16, device=CPU)
-    rule = make_rule(tower.layout, max_pixels=100 * 196)
+    rule = make_rule(tower.layout, max_pixels=49 * 196)
     packed = embed(half, pack_images(mixed_images(), rule))
     alone = torch.cat([embed(half, pack_images([image], rule)) for image in mixed_images()])
     assert F.cosine_similarity(packed, alone).min() >= 0.999
@@ -125,37 +125,6 @@ def test_swapping_a_neighbour_changes_nothing(tower: Tower, pack_images: PackIma
     after = embed(tower, pack_images(other_size, rule))
     relative = (before - after).abs().max(dim=1).values[others] / before.norm(dim=1)[others]
     assert relative.max() <= 1e-5
-
-
-def test_the_forward_runs_on_meta(tiny_model: Path, pack_images: PackImages) -> None:
-    """Nothing asks the device for a value: `.item()`, `.tolist()` and the like raise there."""
-    tower = load_tower(str(tiny_model), dtype=torch.float32, device=CPU)
-    batch = pack_images(mixed_images(), make_rule(tower.layout))
-    meta = torch.device("meta")
-    metadata = DeviceMetadata.from_host(batch.metadata, meta)
-    for pool in ("cls", "mean"):
-        out = tower.to(meta)(torch.from_numpy(batch.patches).to(meta), metadata, pool=pool)
-        assert out.shape == (len(MIXED_SIZES), 32)
-        assert out.device == meta
-
-
-def test_every_layer_gets_the_one_metadata_object(
-    tiny_model: Path, pack_images: PackImages, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tower = load_tower(str(tiny_model), dtype=torch.float32, device=CPU)
-    batch = pack_images(mixed_images(), make_rule(tower.layout))
-    seen: list[DeviceMetadata] = []
-    forward = PackedAttention.forward
-
-    def watched(self: PackedAttention, hidden: torch.Tensor, *, metadata: DeviceMetadata, **rest: Any) -> Any:  # noqa: ANN401
-        seen.append(metadata)
-        return forward(self, hidden, metadata=metadata, **rest)
-
-    monkeypatch.setattr(PackedAttention, "forward", watched)
-    metadata = DeviceMetadata.from_host(batch.metadata, CPU)
-    tower(torch.from_numpy(batch.patches), metadata, pool="cls")
-    assert len(seen) == len(tower.layers) == 2
-    assert all(each is metadata for each in seen)
 
 
 def test_encoder_normalises(tiny_model: Path, pack_images: PackImages) -> None:
@@ -279,27 +248,3 @@ def test_a_hub_id_that_is_not_served_is_a_clear_error(monkeypatch: pytest.Monkey
         find_model("no such/model/name")
     with pytest.raises(ModelError, match=r"config.json cannot be read"):
         find_model(str(tmp_path))
-
-
-def test_checkpoints_that_do_not_fit_are_refused(tiny_model: Path, tmp_path: Path) -> None:
-    config = json.loads((tiny_model / "config.json").read_text())
-    processor = (tiny_model / "preprocessor_config.json").read_text()
-
-    def folder(name: str, weights: bytes, **changes: object) -> str:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(config | changes))
-        (tmp_path / name / "preprocessor_config.json").write_text(processor)
-        (tmp_path / name / "model.safetensors").write_bytes(weights)
-        return str(tmp_path / name)
-
-    weights = (tiny_model / "model.safetensors").read_bytes()
-    for name, content, changes, message in (
-        ("deeper", weights, {"num_hidden_layers": 3}, r"lacks 18 of 61 tensors .*, the first is 'encoder.layer.2"),
-        ("other", weights, {"model_type": "resnet"}, "has model_type 'resnet'; supported: qwen2_vl, .*, dinov2"),
-        ("cut", weights[:1000], {}, r"model.safetensors is broken"),
-    ):
-        with pytest.raises(ModelError, match=message):
-            load_tower(folder(name, content, **changes), dtype=torch.float32, device=CPU)
-    (tmp_path / "cut" / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"holds neither model.safetensors nor pytorch_model.bin"):
-        load_tower(str(tmp_path / "cut"), dtype=torch.float32, device=CPU)

@@ -188,7 +188,8 @@ def describe_inspection(found: Inspection) -> str:
     lines = [
         f"{found.path}",
         f"  rows        {found.num_rows:,}, of them {found.num_duplicates:,} duplicates",
-        f"  vectors     {', '.join(f'{name} {kind}' for name, kind in found.vectors.items())}",
+        f"  vectors     {', '.join(found.vectors)}: {found.width} x {found.dtype}"
+        + ("" if found.num_tokens is None else f", {found.num_tokens:,} tokens in all rows"),
     ]
     if found.codes is None:
         lines.append("  failed      unknown: the errors file is not beside it")
@@ -207,9 +208,7 @@ def describe_inspection(found: Inspection) -> str:
         f"  pixels      {fingerprint['pixel_policy']}; {fingerprint['resizer']}",
         f"  computed    on {backend['device']} ({backend['processor']}), {versions}",
     ]
-    if found.num_tokens is not None:
-        lines.append(f"  tokens      {found.num_tokens:,} in all rows")
-    else:
+    if found.num_tokens is None:
         lines.append(f"  nearest     among {found.num_compared:,} distinct rows:")
         lines += [f"    {pair.cosine:.4f}  {pair.first}  {pair.second}" for pair in found.nearest]
     return "\n".join(lines)

@@ -41,7 +41,7 @@ class Inspection:
 
     Attributes:
         num_rows: with vectors, duplicates included. width: values per vector.
-        vectors: type of each column of vectors, by name. num_tokens: vectors of all rows, where they are token-level.
+        vectors: columns of vectors. dtype: of their values. num_tokens: tokens of all rows, where they are stored.
         num_duplicates: rows whose `duplicate_of` is set.
         codes: failed rows by code, from the errors file beside it; None where that file is not there.
         provenance: as recorded.
@@ -52,7 +52,8 @@ class Inspection:
     path: Path
     num_rows: int
     width: int
-    vectors: dict[str, str]
+    vectors: tuple[str, ...]
+    dtype: str
     num_tokens: int | None
     num_duplicates: int
     codes: dict[str, int] | None
@@ -75,7 +76,7 @@ def inspect(path: Path, *, num_pairs: int = 3) -> Inspection:
     with file:
         provenance = read_provenance(file.schema_arrow, str(path))
         schema = file.schema_arrow
-        vectors = {name: str(schema.field(name).type) for name in schema.names if _VECTORS.fullmatch(name)}
+        vectors = tuple(name for name in schema.names if _VECTORS.fullmatch(name))
         if not vectors:
             msg = f"{path} holds rows that failed, not embeddings: inspect the output it lies beside"
             raise InputError(msg)
@@ -95,14 +96,16 @@ def inspect(path: Path, *, num_pairs: int = 3) -> Inspection:
             values = distinct["embedding"].flatten().to_numpy().astype(np.float32)
             embeddings.append(values.reshape(len(distinct), -1))
         num_rows = file.metadata.num_rows
-    kind = schema.field(next(iter(vectors))).type
-    width = (kind if pooled else kind.value_type).list_size
+    vector = schema.field(vectors[0]).type
+    vector = vector if pooled else vector.value_type
+    width = vector.list_size
     compared = np.concatenate(embeddings) if embeddings else np.empty((0, width), np.float32)
     return Inspection(
         path=path,
         num_rows=num_rows,
         width=width,
         vectors=vectors,
+        dtype="float16" if vector.value_type == pa.float16() else "float32",
         num_tokens=None if pooled else num_patches // provenance["model"].get("patches_per_token", 1),
         num_duplicates=num_duplicates,
         codes=_codes(errors_beside(path)),
