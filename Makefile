@@ -49,6 +49,7 @@ fmt: $(READY)  ## format and fix what can be fixed
 bench: model  ## run the benchmarks; results go to pipelines/benchmarks/results
 	$(BIN)/python pipelines/benchmarks/packing.py
 	$(BIN)/python pipelines/benchmarks/end_to_end.py
+	$(BIN)/python pipelines/benchmarks/towers.py
 
 clean:  ## remove everything that was built, installed or downloaded here
 	rm -rf $(VENV) .data out build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from vlmembed.report import RunReport
-    from vlmembed.towers.blueprint import Blueprint
 
 EMBEDDED = {
     "café ☕ コーヒー.jpg": (13, 19),
@@ -449,11 +448,11 @@ def test_another_process_that_came_first(tmp_path: Path, tiny_model: Path, monke
     settings = {"model": str(tiny_model)}
     load = Encoder.load
 
-    def slow_load(config: EncodeConfig, blueprint: Blueprint) -> Encoder:
+    def slow_load(*inputs: Any) -> Encoder:  # noqa: ANN401  as there
         with monkeypatch.context() as patch:
             patch.setattr(Encoder, "load", load)
             run(SAMPLES, tmp_path / "out.parquet", **settings)  # starts and finishes meanwhile
-        return load(config, blueprint)
+        return load(*inputs)
 
     monkeypatch.setattr(Encoder, "load", slow_load)
     with pytest.raises(OutputError, match="another process has just written to"):

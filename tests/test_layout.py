@@ -137,8 +137,7 @@ def test_merging_raster_patches_is_transformers_own() -> None:
     metadata = attention_metadata(grids, merged_layout(block_order=False))
     np.testing.assert_array_equal(metadata.merge_index, torch.argsort(destination).numpy())
     assert weight.unique().tolist() == [1]
-    assert len(metadata.token_images) == num_merged
-    np.testing.assert_array_equal(metadata.tokens_per_image, [4, 16, 9])
+    assert num_merged == sum(merged_layout(block_order=False).num_merged(grid) for grid in grids) == 4 + 16 + 9
 
 
 def test_dinov3_angles_are_transformers_own() -> None:
@@ -208,7 +207,6 @@ def test_metadata_of_a_pack() -> None:
     assert metadata.segments.runs == ((7, 2), (5, 1))
     np.testing.assert_array_equal(metadata.prefix_positions, [0, 7, 14])
     np.testing.assert_array_equal(metadata.patch_positions, [*range(1, 7), *range(8, 14), *range(15, 19)])
-    np.testing.assert_array_equal(metadata.token_images, [0] * 6 + [1] * 6 + [2] * 4)
 
 
 def test_limits_below_a_patch_or_crossed_are_errors() -> None:

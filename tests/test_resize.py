@@ -376,7 +376,7 @@ def rules_of(model_type: str, processor: dict[str, Any]) -> tuple[Resize, Resize
         ("kimi_k25", {"size": {"height": 512}}, r"lacks a usable setting .*max_height"),
         ("kimi_k25", {"fixed_output_tokens": 1024}, r"sets fixed_output_tokens, which is not supported"),
         ("kimi_k25", {"media_proc_cfg": {"fixed_output_tokens": 1}}, r"sets fixed_output_tokens"),
-        ("siglip2", {"max_num_patches": None}, r"lacks a usable setting"),
+        ("siglip2", {"max_num_patches": "many"}, r"lacks a usable setting"),
         *(
             (name, {"do_resize": False}, r"says do_resize false")
             for name in ("qwen2_vl", "glm4v", "kimi_k25", "siglip2")

@@ -22,19 +22,20 @@ import vlmembed
 from vlmembed.cli import cli
 from vlmembed.config import EncodeConfig
 from vlmembed.encoder import Encoder
-from vlmembed.errors import ConfigError, ModelError
+from vlmembed.errors import ConfigError, DeviceMemoryError, ModelError, OutputError
 from vlmembed.inspect import inspect
 from vlmembed.parts import PartStore
-from vlmembed.schema import read_provenance
+from vlmembed.schema import read_provenance, with_provenance
+from vlmembed.towers.blueprint import Blueprint
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from vlmembed.report import RunReport
-    from vlmembed.towers.blueprint import Blueprint
 
 SIZES = [(90, 120), (64, 64), (13, 300), (1, 1), (200, 150)]
 LEVELS = ("tokens", "deepstack_0", "deepstack_1")
+assemble = PartStore.assemble
 
 
 @pytest.fixture(scope="module")
@@ -149,8 +150,8 @@ def test_a_value_beyond_half_fails_its_row(
 ) -> None:
     load = Encoder.load.__func__  # type: ignore[attr-defined]
 
-    def amplified(cls: type[Encoder], config: EncodeConfig, blueprint: Blueprint) -> Encoder:
-        encoder: Encoder = load(cls, config, blueprint)
+    def amplified(cls: type[Encoder], *inputs: Any) -> Encoder:  # noqa: ANN401  as there
+        encoder: Encoder = load(cls, *inputs)
         plain = encoder._tower.tokens
         encoder._tower.tokens = lambda *inputs, **options: [  # type: ignore[method-assign]
             tokens * 1e6 for tokens in plain(*inputs, **options)
@@ -192,15 +193,16 @@ def test_inspect_shows_tokens(qwen: tuple[Any, Path], pictures: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("model_type", "settings", "message"),
     [
-        ("qwen2_vl", {"pool": "head"}, r"--pool head is not possible with Qwen2-VL; it has mean"),
-        ("kimi_k25", {"pool": "cls"}, r"--pool cls is not possible with Kimi .*; it has mean"),
-        ("dinov2", {"pool": "head"}, r"--pool head is not possible with DINOv2; it has cls, mean"),
-        ("siglip", {"pool": "cls"}, r"--pool cls is not possible with SigLIP, .*; it has head, mean"),
+        ("qwen2_vl", {"pool": "head"}, r"--pool head is not possible with Qwen2-VL: use mean"),
+        ("kimi_k25", {"pool": "cls"}, r"--pool cls is not possible with Kimi .*: use mean"),
+        ("dinov2", {"pool": "head"}, r"--pool head is not possible with DINOv2: use cls or mean"),
+        ("siglip", {"pool": "cls"}, r"--pool cls is not possible with SigLIP, .*: use head or mean"),
         ("qwen3_vl", {"pool": "mean", "emit": "tokens"}, r"--pool mean makes one vector .* leave one out"),
         ("qwen3_vl", {"deepstack": True}, r"--deepstack goes with --emit tokens"),
         ("qwen3_5", {"deepstack": True, "emit": "tokens"}, r"--deepstack is not possible with Qwen3.5"),
         ("kimi_k25", {"min_pixels": 3000}, r"--min-pixels is not possible .* never enlarges"),
         ("clip", {"resize": "official", "max_pixels": 3000}, r"--max-pixels belong to --resize native"),
+        ("clip", {"max_pixels": 3000}, r"--max-pixels belong to --resize native.*add --resize native"),
         ("qwen3_vl", {"max_tokens_per_batch": 300}, r"one image can have 707 tokens.*or lower --max-pixels"),
     ],
 )
@@ -241,3 +243,85 @@ def test_clip_is_cropped_like_its_own_processor_and_aligned_with_text(pictures: 
     run(pictures, tmp_path / "native.parquet", tmp_path / "model", resize="native")
     grids = pq.read_table(tmp_path / "native.parquet").select(["grid_h", "grid_w"]).to_pylist()
     assert grids[2] == {"grid_h": 1, "grid_w": 24}
+
+
+PUBLISHED_LIMITS = {
+    "qwen2_vl": {"min_pixels": 3136, "max_pixels": 12_845_056},
+    "qwen3_vl": {"size": {"shortest_edge": 65_536, "longest_edge": 16_777_216}},
+    "glm4v": {"size": {"shortest_edge": 12_545, "longest_edge": 9_633_793}},
+    "kimi_k25": {"media_proc_cfg": {"in_patch_limit": 16_384, "patch_limit_on_one_side": 512}},
+    "clip": {},
+    "dinov2": {},
+}
+
+
+@pytest.mark.parametrize("model_type", PUBLISHED_LIMITS)
+def test_the_recorded_recipe_is_the_same_run(model_type: str, pictures: Path, tmp_path: Path) -> None:
+    tiny_checkpoint(model_type, tmp_path / "model")
+    settings = tmp_path / "model" / "preprocessor_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | PUBLISHED_LIMITS[model_type]))
+    output = tmp_path / "out.parquet"
+    run(pictures, output, tmp_path / "model")
+    facts = read_provenance(pq.read_schema(output), "x")
+    assert vlmembed.encode(EncodeConfig.from_toml(facts["recipe"])).already_complete
+    if model_type in ("qwen2_vl", "qwen3_vl", "glm4v", "kimi_k25"):  # longer than an automatic budget
+        assert facts["shape"]["max_tokens_per_batch"] == 2048
+        assert "max_tokens_per_batch" not in facts["recipe"]
+
+
+def test_overwriting_another_run_loads_the_tower_once(
+    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_checkpoint("siglip", tmp_path / "model")
+    loads: list[str] = []
+    load = Blueprint.load
+
+    def counted(self: Blueprint, **options: Any) -> Any:  # noqa: ANN401  as there
+        loads.append(self.family.title)
+        return load(self, **options)
+
+    monkeypatch.setattr(Blueprint, "load", counted)
+    output = tmp_path / "out.parquet"
+    monkeypatch.setattr(PartStore, "assemble", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        run(pictures, output, tmp_path / "model")
+    monkeypatch.setattr(PartStore, "assemble", assemble)
+    with pytest.raises(OutputError, match=r"pool: \"head\" there, \"mean\" now"):
+        run(pictures, output, tmp_path / "model", pool="mean")
+    assert len(loads) == 1  # the refusal needed no weights
+    assert run(pictures, output, tmp_path / "model", pool="mean", overwrite=True).num_resumed == 0
+    assert len(loads) == 2
+
+
+def test_a_processor_that_is_not_understood_is_not_replaced_in_silence(pictures: Path, tmp_path: Path) -> None:
+    tiny_checkpoint("clip", tmp_path / "model")
+    settings = tmp_path / "model" / "preprocessor_config.json"
+    known = json.loads(settings.read_text())
+    settings.write_text(json.dumps(known | {"size": {"longest_edge": 80}}))
+    with pytest.raises(ModelError, match=r"--resize official is not possible .*longest_edge.*use --resize native"):
+        run(pictures, tmp_path / "out.parquet", tmp_path / "model")
+    assert run(pictures, tmp_path / "out.parquet", tmp_path / "model", resize="native").num_embedded == 5
+    settings.write_text(json.dumps(known | {"resample": None, "image_mean": None}))  # null is silence
+    assert run(pictures, tmp_path / "null.parquet", tmp_path / "model").num_embedded == 5
+
+
+def test_a_pack_that_does_not_fit_says_what_to_lower(
+    qwen: tuple[Any, Path], pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:  # noqa: ANN401  whatever it is called with
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("vlmembed.towers.grid.GridTower.tokens", full)
+    with pytest.raises(DeviceMemoryError, match=r"a pack of 5 images and \d+ tokens does not .* lower --max-pixels"):
+        run(pictures, tmp_path / "out.parquet", qwen[1])
+
+
+def test_an_output_of_an_older_version_can_be_inspected(qwen: tuple[Any, Path], pictures: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.parquet"
+    run(pictures, output, qwen[1])
+    table = pq.read_table(output)
+    facts = read_provenance(table.schema, "x")
+    del facts["model"]["aligned_with_text"], facts["fingerprint"]["emit"], facts["model"]["patches_per_token"]
+    pq.write_table(table.cast(with_provenance(table.schema, facts)), output)
+    shown = CliRunner().invoke(cli, ["inspect", str(output)], catch_exceptions=False).output
+    assert "embedding: 32 x float32" in shown

@@ -42,8 +42,6 @@ class DeviceMetadata:
     windows: DeviceSegments | None
     prefix_positions: torch.Tensor
     patch_positions: torch.Tensor
-    token_images: torch.Tensor
-    tokens_per_image: torch.Tensor
     interp_indices: torch.Tensor | None
     interp_weights: torch.Tensor | None
     rope_positions: torch.Tensor | None
@@ -94,10 +92,16 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) 
     """Attention over (N * H, L, d); the queries are taken in slices that keep the scores within `MAX_SCORES`."""
     batch, length, _ = q.shape
     parts = [
-        torch.bmm(torch.softmax(torch.bmm(part, k.transpose(1, 2)).mul_(scale), dim=-1), v)
+        torch.bmm(torch.softmax(_scores(part, k, scale), dim=-1), v)
         for part in torch.split(q, max(1, MAX_SCORES // (batch * length)), dim=1)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+    """Scale * q k^T; scaled inside the product, so that half precision does not overflow before it."""
+    unused = q.new_empty(q.shape[0], q.shape[1], k.shape[1])
+    return torch.baddbmm(unused, q, k.transpose(1, 2), beta=0, alpha=scale)
 
 
 def varlen_pooling(

@@ -198,8 +198,8 @@ def describe_inspection(found: Inspection) -> str:
         lines.append(f"  failed      {sum(found.codes.values()):,}" + (f": {codes}" if codes else ""))
     fingerprint, model, backend = facts["fingerprint"], facts["model"], facts["backend"]
     normalised = "normalised" if fingerprint["normalize"] else "not normalised"
-    aligned = "aligned with text" if model["aligned_with_text"] else "not aligned with text"
-    shown = [name for name in ("dtype", "emit", "pool", "resize", "dedup") if fingerprint[name] is not None]
+    aligned = "aligned with text" if model.get("aligned_with_text") else "not aligned with text"
+    shown = [name for name in ("dtype", "emit", "pool", "resize", "dedup") if fingerprint.get(name) is not None]
     settings = ", ".join(f"{name} {fingerprint[name]}" for name in shown)
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     lines += [

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's own name for it
 
 from vlmembed.attention import DeviceMetadata
-from vlmembed.errors import ConfigError
+from vlmembed.errors import ConfigError, DeviceMemoryError
 from vlmembed.schema import VectorColumn
 from vlmembed.types import EmbeddingBatch
 
@@ -97,16 +97,13 @@ class Encoder:
         }
 
     @classmethod
-    def load(cls, config: EncodeConfig, blueprint: Blueprint) -> Encoder:
-        """Load the tower for a config whose device and dtype are decided; ``pool="auto"`` is the tower's own.
+    def load(cls, config: EncodeConfig, blueprint: Blueprint, vectors: tuple[VectorColumn, ...]) -> Encoder:
+        """Load the tower for a config whose device and dtype are decided.
 
         Raises:
-            ConfigError: the tower has no such output.
             ModelError: from `Blueprint.load`.
         """
-        device = pick_device(config.device)
-        pool = pick_pool(config, blueprint)
-        vectors = vector_columns(config, blueprint, pool)
+        device, pool = pick_device(config.device), pick_pool(config, blueprint)
         tower = blueprint.load(dtype=DTYPES[config.dtype], device=device)
         files = blueprint.files
         identity = {
@@ -135,9 +132,25 @@ class Encoder:
         name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else cpu_name()
         return {"device": str(self._device), "processor": name, "attention": "bmm per run of equal segments"}
 
-    @torch.inference_mode()
     def encode(self, batch: PackedBatch) -> EmbeddingBatch:
-        """One forward over a pack."""
+        """One forward over a pack.
+
+        Raises:
+            DeviceMemoryError: the pack does not fit beside the weights.
+        """
+        try:
+            return self._encode(batch)
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and "not enough memory" not in str(error):
+                raise
+            msg = (
+                f"a pack of {len(batch.rows)} images and {batch.num_tokens} tokens does not fit into the memory of "
+                f"{self._device}: lower --max-pixels, or --max-tokens-per-batch; what was committed is kept"
+            )
+            raise DeviceMemoryError(msg) from error
+
+    @torch.inference_mode()
+    def _encode(self, batch: PackedBatch) -> EmbeddingBatch:
         patches = torch.from_numpy(batch.patches).to(self._device, non_blocking=True)
         metadata = DeviceMetadata.from_host(batch.metadata, self._device)
         if self.pool is None:
@@ -174,17 +187,18 @@ def pick_pool(config: EncodeConfig, blueprint: Blueprint) -> str | None:
     if config.pool == "auto":
         return choices[0]
     if config.pool not in choices:
-        msg = f"--pool {config.pool} is not possible with {blueprint.family.title}; it has {', '.join(choices)}"
+        msg = f"--pool {config.pool} is not possible with {blueprint.family.title}: use {' or '.join(choices)}"
         raise ConfigError(msg)
     return config.pool
 
 
-def vector_columns(config: EncodeConfig, blueprint: Blueprint, pool: str | None) -> tuple[VectorColumn, ...]:
+def vector_columns(config: EncodeConfig, blueprint: Blueprint) -> tuple[VectorColumn, ...]:
     """The output columns of a run: one embedding, or tokens and what ``--deepstack`` adds.
 
     Raises:
-        ConfigError: ``--deepstack`` for a tower without such features, or without tokens.
+        ConfigError: from `pick_pool`; or ``--deepstack`` for a tower without such features, or without tokens.
     """
+    pool = pick_pool(config, blueprint)
     if config.deepstack and (pool is not None or not blueprint.num_deepstack):
         reason = "goes with --emit tokens" if pool is not None else f"is not possible with {blueprint.family.title}"
         msg = f"--deepstack {reason}: it stores the inner layers' tokens, which Qwen3-VL has"

@@ -10,6 +10,7 @@ A bad image is a row with a code; a bad setting is an exception.
     ├── RunError                the run could not go on                        (exit code 1)
     │   ├── ModelError          no weights, an unknown tower, a bad checkpoint
     │   ├── MissingExtraError   an optional package is not installed
+    │   ├── DeviceMemoryError   a pack does not fit beside the weights
     │   ├── RowFailedError      ``on_error="fail"`` met a failed row
     │   ├── NothingEmbeddedError  the run ended without a single embedding
     │   └── AccountingError     rows read != embedded + duplicates + failed
@@ -68,6 +69,10 @@ class ModelError(RunError):
 
 class MissingExtraError(RunError):
     """An optional package is not installed; the message holds the command that installs it."""
+
+
+class DeviceMemoryError(RunError):
+    """A pack needs more memory than the device has free."""
 
 
 class RowFailedError(RunError):

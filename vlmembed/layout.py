@@ -152,7 +152,8 @@ def patch_coordinates(grid_hw: tuple[int, int], block_size: int) -> tuple[Int64A
 
 @lru_cache(maxsize=64)
 def image_layout(grid_hw: tuple[int, int], layout: TowerLayout) -> ImageLayout:
-    """Everything that depends on the grid alone; 30 to 150 bytes per patch stay cached for each of the last 64 grids.
+    """Everything that depends on the grid alone; 30 to 150 bytes per patch (a kilobyte where an antialiased table is
+    shrunk) stay cached for each of the last 64 grids.
 
     Where pictures fill one area there are fewer grids than that, and where each has another grid a larger cache would
     not be hit.
@@ -219,8 +220,6 @@ def attention_metadata(grids: Sequence[tuple[int, int]], layout: TowerLayout) ->
         windows=None if window_index is None else make_segments(n for image in images for n in image.window_lengths),
         prefix_positions=(starts[:, None] + np.arange(num_prefix)).reshape(-1),
         patch_positions=np.arange(len(patch_images)) + (patch_images + 1) * num_prefix,
-        token_images=np.repeat(np.arange(len(grids)), num_merged),
-        tokens_per_image=num_merged.astype(np.float32),
         interp_indices=interp_indices,
         interp_weights=interp_weights,
         rope_positions=_joined(images, "rope_positions"),

@@ -36,6 +36,9 @@ PART_GROUP_ROWS = 1024
 PART_GROUP_BYTES = 16 * 2**20
 """Bounds of the row groups inside a part: what a late duplicate's look-up must read."""
 
+FOUND_BYTES = 256 * 2**20
+"""Row groups kept for the duplicates to come: 16, or fewer that hold so many bytes."""
+
 MAX_GROUP_ROWS = 10_000
 MAX_GROUP_BYTES = 64 * 2**20
 """Bounds of the output's row groups, so that readers can seek."""
@@ -90,7 +93,8 @@ class PartStore:
         self._rows_per_part = rows_per_part
         self._rows = lru_cache(maxsize=64)(self._read_rows)
         self._failures = lru_cache(maxsize=16)(self._read_failures)
-        self._group = lru_cache(maxsize=16)(self._read_group)
+        cached = FOUND_BYTES // max(1, self._group_rows * max_row_bytes)
+        self._group = lru_cache(maxsize=max(1, min(16, cached)))(self._read_group)
         _drop_cut_line(self._folder / "parts.jsonl")
         self.records = read_records(self._folder)
 
@@ -152,6 +156,7 @@ class PartStore:
             raise AccountingError(msg)
         group, index = divmod(index, self._group_rows)
         table = self._group(number, group)
+        assert table["row"][index].as_py() == row
         key, *sizes = (table[name][index].as_py() for name in _FOUND_COLUMNS)
         vectors = {column.name: column.from_arrow(table[column.name][index]) for column in self.vectors}
         return key, Embedded(vectors=vectors, size_hw=(sizes[0], sizes[1]), grid_hw=(sizes[2], sizes[3]))
@@ -162,7 +167,7 @@ class PartStore:
 
     def _read_group(self, number: int, group: int) -> pa.Table:
         with pq.ParquetFile(self._part(number)) as file:
-            return file.read_row_group(group, columns=[*_FOUND_COLUMNS, *(each.name for each in self.vectors)])
+            return file.read_row_group(group, columns=["row", *_FOUND_COLUMNS, *(each.name for each in self.vectors)])
 
     def _read_failures(self, number: int) -> dict[int, tuple[str, Failure]]:
         found = {}
@@ -210,8 +215,8 @@ def _concatenate(
     with atomic(target) as path:
         with pq.ParquetWriter(path, schema, **_writer_options(schema, vectors)) as writer:
             waiting = schema.empty_table()
-            for part in parts:
-                waiting = pa.concat_tables([waiting, pq.read_table(part, columns=schema.names).cast(schema)])
+            for piece in _row_groups(parts, schema):
+                waiting = pa.concat_tables([waiting, piece])
                 bytes_per_row = max(1, waiting.nbytes // max(1, waiting.num_rows))
                 group_rows = max(1, min(MAX_GROUP_ROWS, MAX_GROUP_BYTES // bytes_per_row))
                 whole = waiting.num_rows // group_rows * group_rows
@@ -225,6 +230,14 @@ def _concatenate(
         if written != num_rows or pq.read_metadata(path).num_rows != num_rows:
             msg = f"{target} would hold {written} rows where its parts' lines promise {num_rows}; the parts are kept"
             raise AccountingError(msg)
+
+
+def _row_groups(parts: Iterable[Path], schema: pa.Schema) -> Iterator[pa.Table]:
+    """The parts' rows in order, row group by row group: a part of tokens may be large."""
+    for part in parts:
+        with pq.ParquetFile(part) as file:
+            for number in range(file.num_row_groups):
+                yield file.read_row_group(number, columns=schema.names).select(schema.names).cast(schema)
 
 
 def _writer_options(schema: pa.Schema, vectors: tuple[VectorColumn, ...]) -> dict[str, Any]:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vlmembed.config import EncodeConfig
 from vlmembed.decode import PIXEL_POLICY
-from vlmembed.encoder import Encoder, pick_device, pick_dtype
+from vlmembed.encoder import Encoder, pick_device, pick_dtype, pick_pool, vector_columns
 from vlmembed.errors import ConfigError, InputError, ModelError, OutputError
 from vlmembed.layout import ResizeRule
 from vlmembed.output import OutputPaths, read_manifest
@@ -24,8 +23,11 @@ from vlmembed.towers import open_tower
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from vlmembed.config import EncodeConfig
     from vlmembed.layout import TowerLayout
+    from vlmembed.schema import VectorColumn
     from vlmembed.sources.base import Source
+    from vlmembed.towers.blueprint import Blueprint
 
 PACK_TOKENS = {"cpu": 2048, "cuda": 16384}
 """Aim of the token budget by device type; rounded up to whole images. On a CPU larger packs fall out of the cache."""
@@ -33,10 +35,11 @@ PACK_TOKENS = {"cpu": 2048, "cuda": 16384}
 ROWS_PER_PART = {"cpu": 1024, "cuda": 8192}
 """Input rows committed together by device type: about a minute or two of work."""
 
-TOKEN_PART_BYTES = 2 * 2**30
+TOKEN_PART_BYTES = 256 * 2**20
+TYPICAL_PIXELS = 2**20
 MIN_TOKEN_ROWS = 16
-"""A part of token-level output holds at most so many bytes, if every picture is as large as it may be, but never fewer
-rows than that: packs do not cross parts."""
+"""A part of token-level output holds so many bytes where pictures have a megapixel (or as much as they can, if that is
+less), but never fewer rows than that: packs do not cross parts."""
 
 _SHAPE = ("rows_per_part", "max_tokens_per_batch")
 """What the parts on disk depend on, beside the fingerprint."""
@@ -93,37 +96,51 @@ def _provenance_of(path: Path) -> dict[str, Any]:
 def make_plan(config: EncodeConfig, paths: OutputPaths, source: Source, earlier: Earlier) -> tuple[Plan, bool]:
     """Decide every ``auto``; tell whether what lies at the output is of this very run.
 
-    What an earlier start of the same run decided is kept, except device and workers.
+    What an earlier start of the same run decided is kept, except device and workers. All that the settings alone can
+    tell is told before the weights are read.
 
     Raises:
         OutputError: it is of another run, and may not be replaced.
     """
     device = pick_device(config.device)
-    before = earlier.output or earlier.partial
-    inherited = EncodeConfig.from_toml(before["recipe"]) if before else None
-    keep = before is not None and config.dtype == "auto" and "dtype" in before.get("decided", ())
-    dtype = inherited.dtype if inherited and keep else pick_dtype(config.dtype, device)
-    decided = replace(config, device=str(device), dtype=dtype)
     blueprint = open_tower(os.fspath(config.model), revision=config.revision)
     rule = _resize_rule(config, blueprint.layout)
     _check_budget(config.max_tokens_per_batch, rule)
-    encoder = Encoder.load(decided, blueprint)
-    schema = output_schema(encoder.vectors, source.kept_schema)
+    vectors = vector_columns(config, blueprint)
+    schema = output_schema(vectors, source.kept_schema)
     num_rows = min(source.num_rows, config.limit or source.num_rows)
-    fingerprint = _fingerprint(decided, encoder, rule, source, num_rows)
-    lines = difference(before["fingerprint"], fingerprint) if before else []
-    if lines and config.overwrite:
-        return make_plan(config, paths, source, Earlier(output=None, partial=None))
-    if lines:
-        _refuse(paths.output if earlier.output else paths.partial, lines)
-    if inherited is not None:
-        decided = _inherit_shape(decided, inherited)
-        if earlier.output is None and (lines := _difference_in_shape(decided, inherited)):
-            if config.overwrite:
-                return make_plan(config, paths, source, Earlier(output=None, partial=None))
-            _refuse(paths.partial, lines)
+
+    def settle(before: dict[str, Any] | None) -> tuple[EncodeConfig, dict[str, Any]]:
+        dtype = _inherited_dtype(config, before) or pick_dtype(config.dtype, device)
+        decided = replace(config, device=str(device), dtype=dtype)
+        return decided, _fingerprint(decided, blueprint, rule, source, vectors=vectors, num_rows=num_rows)
+
+    before, where = earlier.output or earlier.partial, paths.output if earlier.output else paths.partial
+    decided, fingerprint = settle(before)
+    if before and (lines := difference(before["fingerprint"] | {"weights_sha256": ""}, fingerprint)):
+        _check_may_replace(where, lines, config)
+        before = None
+        decided, fingerprint = settle(before)
+    encoder = Encoder.load(decided, blueprint, vectors)
+    fingerprint["weights_sha256"] = encoder.identity["weights_sha256"]
+    if before and (lines := difference(before["fingerprint"], fingerprint)):
+        _check_may_replace(where, lines, config)
+        before = None
+    if before:
+        decided = _inherit_shape(decided, before)
+        if earlier.output is None and (lines := _difference_in_shape(decided, before)):
+            _check_may_replace(where, lines, config)
+            before = None
     decided = _decide_sizes(decided, encoder, rule, device.type)
-    facts = make_provenance(config, decided, fingerprint, model=encoder.identity, backend=encoder.backend)
+    facts = make_provenance(
+        config,
+        decided,
+        fingerprint,
+        recipe=_recipe(config, rule, decided),
+        model=encoder.identity,
+        backend=encoder.backend,
+        shape={name: getattr(decided, name) for name in _SHAPE},
+    )
     plan = Plan(
         config=decided,
         paths=paths,
@@ -137,32 +154,61 @@ def make_plan(config: EncodeConfig, paths: OutputPaths, source: Source, earlier:
     return plan, before is not None
 
 
-def _inherit_shape(config: EncodeConfig, inherited: EncodeConfig) -> EncodeConfig:
+def _check_may_replace(where: Path, lines: list[str], config: EncodeConfig) -> None:
+    """What lies at `where` is of another run, as `lines` show.
+
+    Raises:
+        OutputError: it may not be replaced: no ``--overwrite``.
+    """
+    if not config.overwrite:
+        shown = "\n  ".join(lines)
+        msg = f"{where} belongs to another run:\n  {shown}\nchoose another output, or start anew with --overwrite"
+        raise OutputError(msg)
+
+
+def _inherited_dtype(config: EncodeConfig, before: dict[str, Any] | None) -> str | None:
+    """An earlier start's decision is kept; a dtype that was asked for then binds only who asks for it."""
+    if before is None or config.dtype != "auto" or "dtype" not in before.get("decided", ()):
+        return None
+    return str(before["fingerprint"]["dtype"])
+
+
+def _recipe(config: EncodeConfig, rule: ResizeRule, decided: EncodeConfig) -> EncodeConfig:
+    """How to make the file, not what was there before. As a demand, an automatic budget would refuse pictures that are
+    longer by themselves, so it is left open."""
+    budget = decided.max_tokens_per_batch
+    if config.max_tokens_per_batch is None and budget is not None and budget < rule.max_tokens_per_image:
+        budget = None
+    return replace(decided, overwrite=False, max_tokens_per_batch=budget)
+
+
+def _inherit_shape(config: EncodeConfig, before: dict[str, Any]) -> EncodeConfig:
     """The parts on disk fix their own shape, unless another one is asked for."""
-    return replace(config, **{name: getattr(config, name) or getattr(inherited, name) for name in _SHAPE})
+    return replace(config, **{name: getattr(config, name) or before["shape"][name] for name in _SHAPE})
 
 
-def _difference_in_shape(config: EncodeConfig, inherited: EncodeConfig) -> list[str]:
-    before, now = ({name: getattr(each, name) for name in _SHAPE} for each in (inherited, config))
-    return difference(before, now)
-
-
-def _refuse(where: Path, lines: list[str]) -> None:
-    shown = "\n  ".join(lines)
-    msg = f"{where} belongs to another run:\n  {shown}\nchoose another output, or start anew with --overwrite"
-    raise OutputError(msg)
+def _difference_in_shape(config: EncodeConfig, before: dict[str, Any]) -> list[str]:
+    return difference(before["shape"], {name: getattr(config, name) for name in _SHAPE})
 
 
 def _fingerprint(
-    config: EncodeConfig, encoder: Encoder, rule: ResizeRule, source: Source, num_rows: int
+    config: EncodeConfig,
+    blueprint: Blueprint,
+    rule: ResizeRule,
+    source: Source,
+    *,
+    vectors: tuple[VectorColumn, ...],
+    num_rows: int,
 ) -> dict[str, Any]:
+    """Without the weights' hash, which is known once they have been read."""
+    pool = pick_pool(config, blueprint)
     return make_fingerprint(
         config,
-        model={name: encoder.identity[name] for name in ("weights_sha256", "config_sha256")},
+        model={"weights_sha256": "", "config_sha256": blueprint.files.config_sha256},
         preprocessing={**rule.describe(), "pixel_policy": PIXEL_POLICY, "resizer": RESIZER},
-        pool=encoder.pool,
-        normalize=encoder.normalize,
-        vectors=[asdict(column) for column in encoder.vectors],
+        pool=pool,
+        normalize=config.normalize and pool is not None,
+        vectors=[asdict(column) for column in vectors],
         source_sha256=source.digest,
         num_rows=num_rows,
     )
@@ -186,6 +232,8 @@ def _decide_sizes(config: EncodeConfig, encoder: Encoder, rule: ResizeRule, devi
     """Token budget, part size and threads."""
     tokens, aim = rule.max_tokens_per_image, PACK_TOKENS[device_type]
     min_pixels, max_pixels = rule.resize.limits if rule.mode == "native" else (None, None)
+    if rule.layout.native is rule.layout.official:  # the processor's own limits stay its own
+        min_pixels, max_pixels = config.min_pixels, config.max_pixels
     return replace(
         config,
         pool=encoder.pool or "auto",
@@ -200,17 +248,21 @@ def _decide_sizes(config: EncodeConfig, encoder: Encoder, rule: ResizeRule, devi
     )
 
 
-def max_row_bytes(encoder: Encoder, rule: ResizeRule) -> int:
-    """The most bytes that the vectors of one row can have."""
+def max_row_bytes(encoder: Encoder, rule: ResizeRule, max_pixels: int | None = None) -> int:
+    """The most bytes that the vectors of one row can have, or, of a picture of at most `max_pixels`."""
     per_vector = sum(column.bytes_per_vector for column in encoder.vectors)
-    return per_vector * (1 if encoder.pool else rule.max_tokens_per_image // rule.layout.merge_size**2)
+    if encoder.pool is not None:
+        return per_vector
+    pixels = min(max_pixels or rule.resize.max_canvas_pixels, rule.resize.max_canvas_pixels)
+    return per_vector * pixels // (rule.layout.patch_size * rule.layout.merge_size) ** 2
 
 
 def _auto_rows_per_part(encoder: Encoder, rule: ResizeRule, device_type: str) -> int:
     rows = ROWS_PER_PART[device_type]
     if encoder.pool is not None:
         return rows
-    return max(MIN_TOKEN_ROWS, min(rows, TOKEN_PART_BYTES // max_row_bytes(encoder, rule)))
+    typical = max(1, max_row_bytes(encoder, rule, TYPICAL_PIXELS))
+    return max(MIN_TOKEN_ROWS, min(rows, TOKEN_PART_BYTES // typical))
 
 
 def _resize_rule(config: EncodeConfig, layout: TowerLayout) -> ResizeRule:
@@ -224,10 +276,11 @@ def _resize_rule(config: EncodeConfig, layout: TowerLayout) -> ResizeRule:
     if mode == "official" and layout.official is None:
         msg = f"--resize official is not possible with this model: {layout.official_problem}; use --resize native"
         raise ModelError(msg)
-    if config.resize == "auto" and (config.min_pixels or config.max_pixels):
-        mode = "native"
     if mode == "official" and (config.min_pixels or config.max_pixels):
-        msg = "--min-pixels and --max-pixels belong to --resize native; --resize official has the model's own size"
+        msg = (
+            "--min-pixels and --max-pixels belong to --resize native; --resize official, which is this model's default "
+            "where it has one size, has the model's own: add --resize native"
+        )
         raise ConfigError(msg)
     resize = layout.official if mode == "official" else layout.native.with_limits(config.min_pixels, config.max_pixels)
     assert resize is not None

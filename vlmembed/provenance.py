@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
 
     from vlmembed.config import EncodeConfig
 
-FORMAT = 1
+FORMAT = 2
 """Version of the output's layout."""
 
 _PACKAGES = ("vlmembed", "torch", "transformers", "pillow", "pyarrow", "numpy")
@@ -79,16 +78,20 @@ def make_provenance(
     config: EncodeConfig,
     fingerprint: Mapping[str, Any],
     *,
+    recipe: EncodeConfig,
     model: Mapping[str, str],
     backend: Mapping[str, str],
+    shape: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Everything recorded with an output, apart from its counts. No time and no machine name: a run that is repeated
-    on the same machine writes the same file. `requested` is the config as given, `config` as decided."""
+    on the same machine writes the same file. `requested` is the config as given, `config` as decided; `recipe`
+    makes the same file again, and `shape` is what parts on disk depend on."""
     asked, decided = requested.to_dict(), config.to_dict()
     return {
         "decided": sorted(name for name in decided if asked.get(name, "auto") == "auto"),
         "fingerprint": dict(fingerprint),
-        "recipe": replace(config, overwrite=False).to_toml(),  # how to make the file, not what was there before
+        "recipe": recipe.to_toml(),
+        "shape": dict(shape),
         "model": dict(model),
         "backend": dict(backend),
         "versions": versions(),

@@ -73,9 +73,19 @@ def describe(rule: Resize) -> dict[str, Any]:
     return {"rule": type(rule).__name__, **asdict(rule)}
 
 
+def _check_positive(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            msg = f"{name} is {value}; it must be 1 or more"
+            raise ConfigError(msg)
+
+
 def _check_limits(min_pixels: int, max_pixels: int, smallest: int, what: str) -> None:
     if max_pixels < smallest:
         msg = f"max_pixels is {max_pixels}, less than {what} ({smallest} pixels): give --max-pixels {smallest} or more"
+        raise ConfigError(msg)
+    if min_pixels < 0:
+        msg = f"min_pixels is {min_pixels}; it must be 0 or more"
         raise ConfigError(msg)
     if min_pixels > max_pixels:
         msg = f"min_pixels is {min_pixels}, more than max_pixels ({max_pixels}): lower --min-pixels"
@@ -99,7 +109,7 @@ class AreaResize:
 
     def __post_init__(self) -> None:
         patch = self.patch_size
-        _check_limits(self.min_pixels, self.max_pixels, patch**2, f"one patch of the tower ({patch}x{patch})")
+        _check_limits(self.min_pixels, self.max_pixels, patch**2, f"one patch of the tower, {patch}x{patch}")
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -157,6 +167,10 @@ class CropResize:
     crop_hw: tuple[int, int] | None
     resample: int
     in_float: bool = False
+
+    def __post_init__(self) -> None:
+        sides = [self.shortest_edge or 1, *(self.size_hw or ()), *(self.crop_hw or ())]
+        _check_positive(shortest_side=min(sides))
 
     @property
     def limits(self) -> tuple[None, None]:
@@ -217,7 +231,8 @@ class SmartResize:
     in_float: bool = False
 
     def __post_init__(self) -> None:
-        what = f"one merged token of the tower ({self.factor}x{self.factor})"
+        _check_positive(factor=self.factor, num_frames=self.num_frames)
+        what = f"one merged token of the tower, {self.factor}x{self.factor}"
         _check_limits(*self.limits, self.factor**2, what)
 
     @property
@@ -289,6 +304,9 @@ class NavitResize:
     resample: int = BICUBIC
     in_float: bool = False
 
+    def __post_init__(self) -> None:
+        _check_positive(max_patches=self.max_patches, max_side_patches=self.max_side_patches)
+
     @property
     def limits(self) -> tuple[None, int]:
         """No smallest area: nothing is enlarged."""
@@ -296,9 +314,12 @@ class NavitResize:
 
     @property
     def max_canvas_pixels(self) -> int:
-        """The limit, and the padding of two sides."""
-        padding = (self.merge_size + 1) * 2 * self.max_side_patches
-        return (self.max_patches + padding) * self.patch_size**2
+        """The limit, and what truncating a side to whole patches before the comparison and padding it to whole merged
+        tokens afterwards can add to a strip. A strip of one merged token at full length may have more than twice the
+        limit, as in the model's own processor."""
+        rows = math.ceil(self.max_patches / self.max_side_patches)
+        excess = (self.merge_size + 1) * (self.max_side_patches + rows)
+        return (self.max_patches + excess) * self.patch_size**2
 
     def with_limits(self, min_pixels: int | None, max_pixels: int | None) -> Self:
         """Only the upper limit can be set."""
@@ -334,6 +355,9 @@ class NaflexResize:
     max_patches: int
     resample: int = BILINEAR
     in_float: bool = False
+
+    def __post_init__(self) -> None:
+        _check_positive(max_patches=self.max_patches)
 
     _TOLERANCE = 1e-5
     _MAX_SCALE = 100.0

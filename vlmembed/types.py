@@ -112,8 +112,6 @@ class AttentionMetadata:
         windows: of towers with window attention, in the order of `window_index`.
         prefix_positions: int64 (N * prefix tokens,), where CLS (and register) tokens stand in the pack.
         patch_positions: int64 (S,), where patches stand in the pack.
-        token_images: int64 (M,), which image of the pack a merged token belongs to.
-        tokens_per_image: float32 (N,), merged tokens of each image: the divisors of a mean.
         interp_indices: int32 (S, K), rows of the position table that make a patch's position embedding.
         interp_weights: float32 (S, K), their weights.
         rope_positions: float32 (T, 2), row and column (or patch centre) for rotary embeddings; 0 for prefix tokens.
@@ -125,8 +123,6 @@ class AttentionMetadata:
     windows: Segments | None
     prefix_positions: Int64Array
     patch_positions: Int64Array
-    token_images: Int64Array
-    tokens_per_image: Float32Array
     interp_indices: Int32Array | None
     interp_weights: Float32Array | None
     rope_positions: Float32Array | None

@@ -1,10 +1,10 @@
 """Question: how long does one mixed pack take in each family's full-size tower, beside transformers' own forward?
 
 Random weights in the published shapes (``tests/vision_configs.json``), float32 unless asked otherwise, both sides in
-one process on the same weights, interleaved. transformers' side is the fastest that its class offers for the pictures:
-vision-language towers take them all at once (flat patches with their grids), NaFlex a padded batch, CLIP and SigLIP a
-batch of their one size, DINO picture by picture. Pixels are prepared beforehand on both sides, and transformers is
-given the pack's own.
+one process on the same weights, interleaved. transformers' side is what its class offers for pictures of mixed sizes:
+vision-language towers take them all at once (flat patches with their grids), NaFlex a padded batch, the others go
+picture by picture, CLIP and SigLIP with ``interpolate_pos_encoding``. Pixels are prepared beforehand on both sides, and
+transformers is given the pack's own.
 """
 
 from __future__ import annotations
@@ -61,33 +61,30 @@ def make_files(model_type: str) -> ModelFiles:
 
 
 def make_pack(blueprint: Blueprint) -> PackedBatch:
-    """Six pictures of noise; towers of one size get them in that size."""
+    """Six pictures of noise at their own aspect ratios."""
     layout = blueprint.layout
-    mode = layout.default_resize
-    least = 196 if blueprint.family.adapter == "dino" else None  # the others' own rules know no lower limit, or keep it
-    resize = layout.native.with_limits(least, 224 * 224) if mode == "native" else layout.official
-    assert resize is not None
-    rule = ResizeRule(mode=mode, resize=resize, layout=layout, max_source_pixels=10**9)
+    own_rule = layout.native is not layout.official
+    resize = layout.native.with_limits(196 if own_rule else None, 224 * 224)
+    rule = ResizeRule(mode="native", resize=resize, layout=layout, max_source_pixels=10**9)
     generator = np.random.default_rng(0)
     images = [Image.fromarray(generator.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in SIZES]
-    if mode == "official":
-        images = images[:2]
     return make_batch([preprocess(image, row, rule) for row, image in enumerate(images)], layout)
 
 
 def make_sides(model_type: str, dtype: torch.dtype) -> tuple[Blueprint, Tower, PackedBatch, Callable[[], torch.Tensor]]:
     """Our tower, a pack for it, and transformers' forward over the same pictures; the weights are shared."""
     family, files = MODEL_TYPES[model_type], make_files(model_type)
-    opened, reference = ((open_grid if family.is_grid else open_dense)(files, family) for _ in range(2))
+    opened = (open_grid if family.is_grid else open_dense)(files, family)
+    skeleton, reference = opened.make_skeleton(), opened.make_skeleton()
     torch.manual_seed(0)
     weights = {
         name: torch.randn(tensor.shape, dtype=torch.float32).mul_(0.02) + (1.0 if "norm" in name else 0.0)
-        for name, tensor in opened.skeleton.state_dict().items()
+        for name, tensor in skeleton.state_dict().items()
     }
-    opened.skeleton.load_state_dict(weights, assign=True)
-    tower = opened.build(opened, "").prepare(dtype=dtype, device=CPU)
+    skeleton.load_state_dict(weights, assign=True)
+    tower = opened.build(opened, skeleton, "").prepare(dtype=dtype, device=CPU)
     module, class_name = modeling(family), family.classes[1]
-    tower_name = next((name for name, _ in reference.skeleton.named_children() if name in TOWER_NAMES), None)
+    tower_name = next((name for name, _ in reference.named_children() if name in TOWER_NAMES), None)
     plain = {name.removeprefix(f"{tower_name}."): tensor for name, tensor in weights.items()} if tower_name else weights
     with no_init_weights():
         model = getattr(module, class_name)(config_of(reference)).eval()
@@ -95,7 +92,7 @@ def make_sides(model_type: str, dtype: torch.dtype) -> tuple[Blueprint, Tower, P
     projector = None
     if family.adapter in ("kimi_k25", "paddleocr_vl"):
         name = "mm_projector" if family.adapter == "kimi_k25" else "projector"
-        projector = reference.skeleton[name]
+        projector = reference[name]
         projector.load_state_dict(
             {key.removeprefix(f"{name}."): value for key, value in weights.items() if key.startswith(f"{name}.")},
             assign=True,
@@ -105,9 +102,9 @@ def make_sides(model_type: str, dtype: torch.dtype) -> tuple[Blueprint, Tower, P
     return opened, tower, batch, transformers_forward(opened, model.to(dtype), projector, batch)
 
 
-def config_of(blueprint: Blueprint) -> Any:  # noqa: ANN401  a transformers config
+def config_of(skeleton: torch.nn.Module) -> Any:  # noqa: ANN401  a transformers config
     """The config that the skeleton was made of."""
-    for module in blueprint.skeleton.modules():
+    for module in skeleton.modules():
         if (config := getattr(module, "config", None)) is not None:
             return config
     raise AssertionError
@@ -135,17 +132,14 @@ def transformers_forward(
         return lambda: model(twice, grid_thw).pooler_output
     sizes = [(h, w) for h, w in batch.grid_hw.tolist()]
     images = pixels.split([h * w for h, w in sizes])
-    if blueprint.family.title == "SigLIP2-NaFlex":
+    if adapter == "naflex":
         return padded(model, images, sizes)
     whole = [
         image.view(h, w, 3, patch, patch).permute(2, 0, 3, 1, 4).reshape(1, 3, h * patch, w * patch)
         for image, (h, w) in zip(images, sizes, strict=True)
     ]
-    prefix = layout.num_prefix_tokens
-    if adapter == "dino":
-        return lambda: torch.cat([model(image).last_hidden_state[0, prefix:] for image in whole])
-    together = torch.cat(whole)
-    return lambda: model(together).last_hidden_state[:, prefix:].flatten(0, 1)
+    prefix, options = layout.num_prefix_tokens, {} if adapter.startswith("dino") else {"interpolate_pos_encoding": True}
+    return lambda: torch.cat([model(image, **options).last_hidden_state[0, prefix:] for image in whole])
 
 
 def padded(

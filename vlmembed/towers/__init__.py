@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vlmembed.errors import ModelError
-from vlmembed.towers.families import FAMILIES, MODEL_TYPES
+from vlmembed.errors import ConfigError, ModelError
+from vlmembed.towers.families import MODEL_TYPES
 
 if TYPE_CHECKING:
     import torch
@@ -30,10 +30,17 @@ def open_tower(model: str, *, revision: str | None = None) -> Blueprint:
     model_type = files.config.get("model_type")
     family = MODEL_TYPES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        supported = ", ".join(each.model_types[0] for each in FAMILIES)
+        supported = ", ".join(MODEL_TYPES)
         msg = f"{model} has model_type {model_type!r}; supported: {supported} (see `vlmembed models`)"
         raise ModelError(msg)
-    return (open_grid if family.is_grid else open_dense)(files, family)
+    try:
+        return (open_grid if family.is_grid else open_dense)(files, family)
+    except ConfigError as error:  # a limit of the files', not of the command's
+        msg = f"the settings in {files.folder} are out of range: {error}"
+        raise ModelError(msg) from error
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+        msg = f"the settings in {files.folder} cannot be used: {type(error).__name__}: {error}"
+        raise ModelError(msg) from error
 
 
 def load_tower(model: str, *, revision: str | None = None, dtype: torch.dtype, device: torch.device) -> Tower:

@@ -13,12 +13,13 @@ import torch.nn.functional as F  # noqa: N812  the field's own name for it
 from torch import nn
 
 from vlmembed.attention import DeviceMetadata, PackedAttention, fused
+from vlmembed.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Self
 
-    from vlmembed.layout import TowerLayout
+    from vlmembed.towers.blueprint import Blueprint
 
 Rope = tuple[torch.Tensor, torch.Tensor]
 """Cosine and sine, each (T, d), float32."""
@@ -54,6 +55,8 @@ class Tower(nn.Module):
 
     Attributes:
         layout: what preprocessing and packing must know.
+        pool_widths: D by ``pool`` choice; the first is the default.
+        token_width: D of `tokens`. num_deepstack: inner layers whose features it can add.
         dtype: of the layers.
         weights_sha256: over the tower's tensors.
     """
@@ -63,9 +66,12 @@ class Tower(nn.Module):
     patch_mean: torch.Tensor
     patch_inverse_std: torch.Tensor
 
-    def __init__(self, layout: TowerLayout, parts: Parts, *, weights_sha256: str) -> None:
+    def __init__(self, blueprint: Blueprint, parts: Parts, *, weights_sha256: str) -> None:
         super().__init__()
-        self.layout = layout
+        self.layout = layout = blueprint.layout
+        self.pool_widths = blueprint.pool_widths
+        self.token_width = blueprint.token_width
+        self.num_deepstack = blueprint.num_deepstack
         self.weights_sha256 = weights_sha256
         self.dtype = parts.patch_weight.dtype
         self.patch_weight = nn.Parameter(parts.patch_weight, requires_grad=False)
@@ -105,7 +111,7 @@ class Tower(nn.Module):
             hidden_SC = hidden_SC + positions_SC.to(self.dtype)
         if self.prefix is None:
             return hidden_SC
-        num_images, width = metadata.tokens_per_image.shape[0], hidden_SC.shape[1]
+        num_images, width = metadata.segments.cu_seqlens.shape[0] - 1, hidden_SC.shape[1]
         hidden_TC = hidden_SC.new_empty(hidden_SC.shape[0] + metadata.prefix_positions.shape[0], width)
         hidden_TC.index_copy_(0, metadata.patch_positions, hidden_SC)
         prefix = self.prefix.to(self.dtype).expand(num_images, -1, -1).reshape(-1, width)
@@ -139,11 +145,14 @@ class Tower(nn.Module):
         return self.rope(metadata.rope_positions)
 
     def mean(self, tokens_MD: torch.Tensor, metadata: DeviceMetadata) -> torch.Tensor:
-        """Mean over each image's tokens in float32, (N, D)."""
-        num_images = metadata.tokens_per_image.shape[0]
-        sums_ND = tokens_MD.new_zeros(num_images, tokens_MD.shape[1], dtype=torch.float32)
-        sums_ND.index_add_(0, metadata.token_images, tokens_MD.float())
-        return sums_ND / metadata.tokens_per_image[:, None]
+        """Mean over each image's tokens in float32, (N, D); by runs of equal images, so in a fixed order."""
+        means, start = [], 0
+        for length, count in metadata.segments.runs:
+            num_tokens = (length - self.layout.num_prefix_tokens) // self.layout.merge_size**2
+            stop = start + num_tokens * count
+            means.append(tokens_MD[start:stop].view(count, num_tokens, -1).mean(dim=1, dtype=torch.float32))
+            start = stop
+        return torch.cat(means)
 
     def tokens(
         self, patches_SP: torch.Tensor, metadata: DeviceMetadata, *, deepstack: bool = False
@@ -152,9 +161,20 @@ class Tower(nn.Module):
         inner layers behind them, each (M, D)."""
         raise NotImplementedError
 
-    def forward(self, patches_SP: torch.Tensor, metadata: DeviceMetadata, *, pool: str) -> torch.Tensor:
-        """One float32 vector per image, (N, D)."""
+    def pooled(self, patches_SP: torch.Tensor, metadata: DeviceMetadata, pool: str) -> torch.Tensor:
+        """What `forward` returns, for a `pool` that the tower has."""
         raise NotImplementedError
+
+    def forward(self, patches_SP: torch.Tensor, metadata: DeviceMetadata, *, pool: str) -> torch.Tensor:
+        """One float32 vector per image, (N, D).
+
+        Raises:
+            ConfigError: the tower has no such pooled vector.
+        """
+        if pool not in self.pool_widths:
+            msg = f"pool {pool!r} is not possible with this tower: use {' or '.join(self.pool_widths)}"
+            raise ConfigError(msg)
+        return self.pooled(patches_SP, metadata, pool)
 
 
 def replace_attention(layers: nn.ModuleList, *, returns_weights: bool) -> None:

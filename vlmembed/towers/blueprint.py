@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -24,34 +26,38 @@ if TYPE_CHECKING:
     from vlmembed.towers.weights import ModelFiles
 
 
+_IRRELEVANT = re.compile(r"model_type|auto_map|architectures|_?attn_implementation\w*|transformers_version")
+"""Settings that do not describe a tower; an attention implementation would have to be installed."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Blueprint:
-    """A tower of which nothing but the settings has been read: enough to refuse a run before any weight is loaded.
+    """What the settings of a model say of its tower.
 
     Attributes:
         files, family, layout: what and where it is.
-        skeleton: transformers' module on the ``meta`` device; its tensor names are the tower's own.
+        make_skeleton: transformers' module on the ``meta`` device, new each time; its tensor names are the tower's own.
         num_heads: attention heads.
         pool_widths: D by ``--pool`` choice; the first is the default.
         token_width: D of ``--emit tokens``.
         num_deepstack: inner layers whose features ``--deepstack`` stores.
-        build: makes the tower of the filled skeleton.
+        build: makes the tower of a filled skeleton, given this blueprint, the skeleton and the weights' hash.
     """
 
     files: ModelFiles
     family: Family
     layout: TowerLayout
-    skeleton: nn.Module
+    make_skeleton: Callable[[], nn.Module]
     num_heads: int
     pool_widths: Mapping[str, int]
     token_width: int
     num_deepstack: int = 0
-    build: Callable[[Blueprint, str], Tower]
+    build: Callable[[Blueprint, nn.Module, str], Tower]
 
     @property
     def num_parameters(self) -> int:
         """Parameters of the tower and its projector."""
-        return sum(parameter.numel() for parameter in self.skeleton.parameters())
+        return sum(parameter.numel() for parameter in self.make_skeleton().parameters())
 
     def check_memory(self, *, dtype: torch.dtype, device: torch.device) -> None:
         """Compare the weights with the memory that is free.
@@ -59,12 +65,12 @@ class Blueprint:
         Raises:
             ModelError: they do not fit.
         """
-        needed = self.num_parameters * dtype.itemsize
-        on_gpu = device.type == "cuda"
-        available = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
+        num_parameters = self.num_parameters
+        needed = num_parameters * dtype.itemsize
+        available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
         if needed > available:
             msg = (
-                f"the vision tower of {self.files.name} has {self.num_parameters:,} parameters: its weights alone need "
+                f"the vision tower of {self.files.name} has {num_parameters:,} parameters: its weights alone need "
                 f"{needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')}, and {device} has {available / 1e9:.1f} "
                 "GB free: use a narrower --dtype, another --device, or a smaller model"
             )
@@ -77,10 +83,21 @@ class Blueprint:
             ModelError: they do not fit into memory, or a tensor of the tower is missing or has the wrong shape.
         """
         self.check_memory(dtype=dtype, device=device)
-        expected = {name: tensor.shape for name, tensor in self.skeleton.state_dict().items()}
+        skeleton = self.make_skeleton()
+        expected = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
         tensors, sha256 = read_tower(self.files, self.family, expected, num_heads=self.num_heads)
-        self.skeleton.load_state_dict(tensors, assign=True)
-        return self.build(self, sha256).prepare(dtype=dtype, device=device)
+        skeleton.load_state_dict(tensors, assign=True)
+        return self.build(self, skeleton, sha256).prepare(dtype=dtype, device=device)
+
+
+def free_memory() -> int:
+    """Bytes of main memory that this process may take: what the machine has free, or all that its control group may
+    have, if that is less. What the group uses is not counted: most of it is a cache of files."""
+    available = int(psutil.virtual_memory().available)
+    try:
+        return min(available, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):  # no such group, or none that limits memory
+        return available
 
 
 def vision_settings(files: ModelFiles) -> dict[str, Any]:
@@ -107,7 +124,7 @@ def layout_settings(files: ModelFiles, family: Family, *, patch_size: int, merge
         "native": native,
         "official": official,
         "official_problem": problem,
-        "default_resize": "native" if family.native or official is None else "official",
+        "default_resize": "native" if family.native else "official",
         "image_mean": mean,
         "image_std": std,
         "rescale_factor": processor.rescale_factor(known),
@@ -122,7 +139,7 @@ def make_config(family: Family, settings: Mapping[str, Any], files: ModelFiles) 
     """
     package, _, class_name = family.classes
     module = importlib.import_module(f"transformers.models.{package}.configuration_{package}")
-    own = {name: value for name, value in settings.items() if name not in ("model_type", "auto_map", "architectures")}
+    own = {name: value for name, value in settings.items() if not _IRRELEVANT.fullmatch(name)}
     try:
         return getattr(module, class_name)(**own)
     except Exception as error:

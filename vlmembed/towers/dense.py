@@ -88,8 +88,8 @@ class DenseParts:
 class DenseTower(Tower):
     """A tower whose output is one vector per patch."""
 
-    def __init__(self, layout: TowerLayout, dense_parts: DenseParts, *, weights_sha256: str) -> None:
-        super().__init__(layout, dense_parts.parts, weights_sha256=weights_sha256)
+    def __init__(self, blueprint: Blueprint, dense_parts: DenseParts, *, weights_sha256: str) -> None:
+        super().__init__(blueprint, dense_parts.parts, weights_sha256=weights_sha256)
         self.cls_norm = dense_parts.cls_norm or nn.Identity()
         self.projection = dense_parts.projection
         self.pooling = dense_parts.pooling
@@ -107,7 +107,7 @@ class DenseTower(Tower):
         hidden_TC = self.hidden_states(patches_SP, metadata)
         return [self.final_norm(hidden_TC.index_select(0, metadata.patch_positions))]
 
-    def forward(self, patches_SP: torch.Tensor, metadata: DeviceMetadata, *, pool: str) -> torch.Tensor:
+    def pooled(self, patches_SP: torch.Tensor, metadata: DeviceMetadata, pool: str) -> torch.Tensor:
         """``cls``: the first prefix token after its norm. ``head``: CLIP's projection of that, or SigLIP's attention
         pooling. ``mean``: over the patch tokens."""
         if pool == "mean":
@@ -131,7 +131,7 @@ def clip(model: Any, _config: Any) -> DenseParts:  # noqa: ANN401  transformers'
         patch_weight=flat_patch_weight(embeddings.patch_embedding),
         patch_bias=None,
         layers=tower.encoder.layers,
-        prefix=(embeddings.class_embedding + table[0])[None],
+        prefix=(embeddings.class_embedding.float() + table[0].float())[None],
         table=table[1:],
         pre_norm=tower.pre_layrnorm,
     )
@@ -162,12 +162,12 @@ def siglip(model: Any, _config: Any) -> DenseParts:  # noqa: ANN401  transformer
 def dino(model: Any, config: Any) -> DenseParts:  # noqa: ANN401  transformers' own
     """DINOv2, DINOv2 with registers, DINOv3: CLS and register tokens; a learned table or rotary positions."""
     embeddings = model.embeddings
-    prefix = embeddings.cls_token[0]
+    prefix = embeddings.cls_token[0].float()
     table = getattr(embeddings, "position_embeddings", None)
     if table is not None:
-        prefix, table = prefix + table[0, :1], table[0, 1:]
+        prefix, table = prefix + table[0, :1].float(), table[0, 1:]
     if (registers := getattr(embeddings, "register_tokens", None)) is not None:
-        prefix = torch.cat([prefix, registers[0]])
+        prefix = torch.cat([prefix, registers[0].float()])
     convolution = embeddings.patch_embeddings if table is None else embeddings.patch_embeddings.projection
     layers, norm = (model.model.layer, model.norm) if table is None else (model.encoder.layer, model.layernorm)
     rope = CentreRope(config.rope_theta, config.hidden_size // config.num_attention_heads) if table is None else None
@@ -184,7 +184,32 @@ def dino(model: Any, config: Any) -> DenseParts:  # noqa: ANN401  transformers' 
     return DenseParts(parts=parts, cls_norm=norm)
 
 
-ADAPTERS: dict[str, Callable[[Any, Any], DenseParts]] = {"clip": clip, "siglip": siglip, "dino": dino}
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adapter:
+    """What is particular to a kind of dense tower.
+
+    Attributes:
+        take_apart: from transformers' module and config to its parts.
+        kernel: of the position table, or None where positions are rotary; `antialias` as in `PositionTable`.
+        has_cls: there is a CLS token, and register tokens if the config says so.
+        has_projection: whole models project the CLS token.
+    """
+
+    take_apart: Callable[[Any, Any], DenseParts]
+    kernel: str | None = "bicubic"
+    antialias: bool = False
+    has_cls: bool = True
+    has_projection: bool = False
+
+
+ADAPTERS: dict[str, Adapter] = {
+    "clip": Adapter(take_apart=clip, has_projection=True),
+    "siglip": Adapter(take_apart=siglip, has_cls=False),
+    "naflex": Adapter(take_apart=siglip, kernel="bilinear", antialias=True, has_cls=False),
+    "dinov2": Adapter(take_apart=dino),
+    "dinov2_with_registers": Adapter(take_apart=dino, antialias=True),
+    "dinov3": Adapter(take_apart=dino, kernel=None),
+}
 
 
 def open_dense(files: ModelFiles, family: Family) -> Blueprint:
@@ -194,28 +219,33 @@ def open_dense(files: ModelFiles, family: Family) -> Blueprint:
         ModelError: they are incomplete, or contradict each other.
     """
     settings = vision_settings(files)
-    config = make_config(family, settings, files)
-    skeleton = on_meta(family, config)
-    widths = dict.fromkeys(family.pools, int(config.hidden_size))
-    if family.adapter == "clip":
-        skeleton = nn.ModuleDict({"vision_model": skeleton})
-        if _has_projection(files):
-            widths["head"] = int(files.config.get("projection_dim") or config.projection_dim)
-            skeleton["visual_projection"] = nn.Linear(config.hidden_size, widths["head"], bias=False, device="meta")
-        else:
-            del widths["head"]
-    elif family.adapter == "siglip" and not skeleton.use_head:
+    config, adapter = make_config(family, settings, files), ADAPTERS[family.adapter]
+    hidden_size = int(config.hidden_size)
+    widths = dict.fromkeys(family.pools, hidden_size)
+    if adapter.has_projection and _has_projection(files):
+        widths["head"] = int(files.config.get("projection_dim") or config.projection_dim)
+    elif adapter.has_projection or not getattr(config, "vision_use_head", True):
         del widths["head"]
+
+    def make_skeleton() -> nn.Module:
+        tower: nn.Module = on_meta(family, config)
+        if not adapter.has_projection:
+            return tower
+        parts = nn.ModuleDict({"vision_model": tower})
+        if "head" in widths:
+            parts["visual_projection"] = nn.Linear(hidden_size, widths["head"], bias=False, device="meta")
+        return parts
+
     return Blueprint(
         files=files,
         family=family,
         layout=_layout(files, family, config),
-        skeleton=skeleton,
+        make_skeleton=make_skeleton,
         num_heads=config.num_attention_heads,
         pool_widths=widths,
-        token_width=int(config.hidden_size),
-        build=lambda blueprint, sha256: DenseTower(
-            blueprint.layout, ADAPTERS[family.adapter](blueprint.skeleton, config), weights_sha256=sha256
+        token_width=hidden_size,
+        build=lambda blueprint, skeleton, sha256: DenseTower(
+            blueprint, adapter.take_apart(skeleton, config), weights_sha256=sha256
         ),
     )
 
@@ -229,24 +259,16 @@ def _has_projection(files: ModelFiles) -> bool:
 
 
 def _layout(files: ModelFiles, family: Family, config: Any) -> TowerLayout:  # noqa: ANN401  a transformers config
-    patch_size = int(config.patch_size)
-    table = _table(family, config, patch_size)
+    adapter, patch_size = ADAPTERS[family.adapter], int(config.patch_size)
+    table = None
+    if adapter.kernel is not None:
+        num_patches = getattr(config, "num_patches", None)
+        side = math.isqrt(num_patches) if num_patches else int(config.image_size) // patch_size
+        table = PositionTable(size_hw=(side, side), kernel=adapter.kernel, antialias=adapter.antialias)
     return TowerLayout(
         patch_size=patch_size,
-        num_prefix_tokens=0 if family.adapter == "siglip" else 1 + getattr(config, "num_register_tokens", 0),
+        num_prefix_tokens=1 + getattr(config, "num_register_tokens", 0) if adapter.has_cls else 0,
         table=table,
         rope="centre" if table is None else None,
         **layout_settings(files, family, patch_size=patch_size, merge_size=1),
     )
-
-
-def _table(family: Family, config: Any, patch_size: int) -> PositionTable | None:  # noqa: ANN401  a transformers config
-    """The learned table; DINOv3 has none."""
-    if "dinov3_vit" in family.model_types:
-        return None
-    if "siglip2" in family.model_types:
-        side = math.isqrt(config.num_patches)
-        return PositionTable(size_hw=(side, side), kernel="bilinear", antialias=True)
-    side = int(config.image_size) // patch_size
-    antialias = "dinov2_with_registers" in family.model_types
-    return PositionTable(size_hw=(side, side), kernel="bicubic", antialias=antialias)

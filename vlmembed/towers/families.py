@@ -29,7 +29,7 @@ class Family:
         pools: what ``--pool`` can be; the first is ``auto``.
         aligned: the pooled vector can be compared with the model's text vectors.
         native: the aspect ratio is kept by default.
-        adapter: the function in `grid` or `dense` that takes transformers' module apart.
+        adapter: the entry in `grid_adapters` or `dense` that takes transformers' module apart.
         classes: transformers' names of the package, the vision model and its config.
         prefixes: what stands in front of the tower's tensor names in a checkpoint, tried in this order.
         renames: (pattern, replacement), the first that matches a name without its prefix.
@@ -250,7 +250,7 @@ FAMILIES: tuple[Family, ...] = (
         sizes="base 768, so400m 1152",
         pools=("head", "mean"),
         aligned=True,
-        adapter="siglip",
+        adapter="naflex",
         classes=("siglip2", "Siglip2VisionModel", "Siglip2VisionConfig"),
         prefixes=("vision_model.", ""),
         processor="naflex",
@@ -261,7 +261,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("dinov2",),
         sizes="S 384, B 768, L 1024, g 1536",
         pools=("cls", "mean"),
-        adapter="dino",
+        adapter="dinov2",
         classes=("dinov2", "Dinov2Model", "Dinov2Config"),
         prefixes=("dinov2.", ""),
         renames=_DINOV2_RENAMES,
@@ -273,7 +273,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("dinov2_with_registers",),
         sizes="S 384, B 768, L 1024, g 1536",
         pools=("cls", "mean"),
-        adapter="dino",
+        adapter="dinov2_with_registers",
         classes=("dinov2_with_registers", "Dinov2WithRegistersModel", "Dinov2WithRegistersConfig"),
         prefixes=("dinov2_with_registers.", ""),
         renames=_DINOV2_RENAMES,
@@ -285,7 +285,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("dinov3_vit",),
         sizes="S 384, B 768, L 1024, 7B 4096",
         pools=("cls", "mean"),
-        adapter="dino",
+        adapter="dinov3",
         classes=("dinov3_vit", "DINOv3ViTModel", "DINOv3ViTConfig"),
         renames=((r"^layer\.", "model.layer."),),
         processor="crop_float",

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class GridTower(Tower):
     """A tower whose output is merged tokens."""
 
-    def __init__(self, layout: TowerLayout, grid_parts: GridParts, *, weights_sha256: str) -> None:
-        super().__init__(layout, grid_parts.parts, weights_sha256=weights_sha256)
+    def __init__(self, blueprint: Blueprint, grid_parts: GridParts, *, weights_sha256: str) -> None:
+        super().__init__(blueprint, grid_parts.parts, weights_sha256=weights_sha256)
         self.merger = grid_parts.merger
         self.deepstack_layers = tuple(grid_parts.deepstack)
         self.deepstack_mergers = nn.ModuleList(grid_parts.deepstack.values())
@@ -70,7 +70,7 @@ class GridTower(Tower):
             tokens = tokens.index_select(0, metadata.window_reverse)
         return [tokens, *inner]
 
-    def forward(self, patches_SP: torch.Tensor, metadata: DeviceMetadata, *, pool: str) -> torch.Tensor:
+    def pooled(self, patches_SP: torch.Tensor, metadata: DeviceMetadata, pool: str) -> torch.Tensor:
         """Mean over the merged tokens: these towers have no pooled vector of their own."""
         assert pool == "mean"
         return self.mean(self.tokens(patches_SP, metadata)[0], metadata)
@@ -97,23 +97,25 @@ def open_grid(files: ModelFiles, family: Family) -> Blueprint:
     settings, adapter = vision_settings(files), ADAPTERS[family.adapter]
     settings |= {ours: settings[theirs] for theirs, ours in KIMI_SPELLINGS.items() if theirs in settings}
     config = make_config(family, settings, files)
-    skeleton: nn.Module = on_meta(family, config)
-    if adapter.projector is None:
-        token_width = int(getattr(config, adapter.width))
-    else:
-        token_width = _text_width(settings, files)
-        skeleton = _with_projector(skeleton, config, settings, files=files, family=family, width=token_width)
+    token_width = _text_width(settings, files) if adapter.projector else int(getattr(config, adapter.width))
+
+    def make_skeleton() -> nn.Module:
+        tower: nn.Module = on_meta(family, config)
+        if adapter.projector is None:
+            return tower
+        return _with_projector(tower, config, settings, files=files, family=family, width=token_width)
+
     return Blueprint(
         files=files,
         family=family,
         layout=_layout(files, family, config),
-        skeleton=skeleton,
+        make_skeleton=make_skeleton,
         num_heads=config.num_attention_heads,
         pool_widths={"mean": token_width},
         token_width=token_width,
         num_deepstack=len(getattr(config, "deepstack_visual_indexes", ())),
-        build=lambda blueprint, sha256: GridTower(
-            blueprint.layout, adapter.take_apart(blueprint.skeleton, config), weights_sha256=sha256
+        build=lambda blueprint, skeleton, sha256: GridTower(
+            blueprint, adapter.take_apart(skeleton, config), weights_sha256=sha256
         ),
     )
 

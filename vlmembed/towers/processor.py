@@ -61,7 +61,7 @@ def crop_resize(processor: Mapping[str, Any], *, in_float: bool = False) -> Crop
     return CropResize(
         shortest_edge=shortest_edge,
         size_hw=size_hw,
-        crop_hw=(int(crop["height"]), int(crop["width"])) if crop else None,
+        crop_hw=None if crop is None else (int(crop["height"]), int(crop["width"])),
         resample=_resample(processor),
         in_float=in_float,
     )
@@ -139,8 +139,10 @@ RULES: dict[str, Callable[[Mapping[str, Any], int, int], Resize]] = {
 
 
 def settings(processor: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The processor's settings over transformers' defaults; what released Kimi checkpoints nest is brought up."""
-    return {**defaults, **processor, **processor.get("media_proc_cfg", {})}
+    """The processor's settings over transformers' defaults; what released Kimi checkpoints nest is brought up, and
+    ``null`` counts as silence."""
+    known = {**processor, **(processor.get("media_proc_cfg") or {})}
+    return {**defaults, **{name: value for name, value in known.items() if value is not None}}
 
 
 def resize_rules(

@@ -6,6 +6,7 @@ import hashlib
 import json
 import pickle
 import re
+import struct
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
 _SETTINGS = ("config.json", "preprocessor_config.json", "processor_config.json", "*.index.json")
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """Weights in one file, the preferred first; sharded ones have ``.index.json`` behind the name."""
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+_BROKEN = (SafetensorError, OSError, EOFError, RuntimeError, LookupError, AttributeError, TypeError, struct.error)
+"""What the readers raise on files that are not what their names say."""
 
 _VOLATILE_CONFIG_KEYS = frozenset({"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"})
 
@@ -166,7 +172,7 @@ class _Reader:
         except pickle.UnpicklingError as error:
             msg = f"{path} holds more than tensors, and unpickling it could run code: convert it with safetensors"
             raise ModelError(msg) from error
-        except (SafetensorError, OSError, RuntimeError, AttributeError, TypeError, EOFError) as error:
+        except _BROKEN as error:
             msg = f"{path} is broken ({error}): fetch the model again"
             raise ModelError(msg) from error
 
@@ -249,7 +255,7 @@ def read_tower(
         )
         raise ModelError(msg)
     files.fetch(sorted({where[origin.name] for origin in origins.values()}))
-    readers: dict[str, _Reader] = {}
+    readers: dict[Path, _Reader] = {}
     tensors: dict[str, torch.Tensor] = {}
     digest = hashlib.sha256()
     for name in sorted(origins):
@@ -264,6 +270,12 @@ def read_tower(
                 f"{whole}: config and weights are of different models"
             )
             raise ModelError(msg)
+        if tensor.dtype not in _DTYPES:
+            msg = (
+                f"{origin.name!r} of {files.name} is stored as {str(tensor.dtype).removeprefix('torch.')}: quantised "
+                "towers are not supported, use the checkpoint that was not quantised"
+            )
+            raise ModelError(msg)
         tensor = tensor.chunk(origin.num_parts)[origin.part] if origin.num_parts > 1 else tensor
         tensor = permute_for_rope(tensor, num_heads) if origin.permuted else tensor
         tensors[name] = tensor = tensor.contiguous()
@@ -272,11 +284,11 @@ def read_tower(
     return tensors, digest.hexdigest()
 
 
-def _read_tensor(path: Path, origin: _Origin, readers: dict[str, _Reader]) -> torch.Tensor:
+def _read_tensor(path: Path, origin: _Origin, readers: dict[Path, _Reader]) -> torch.Tensor:
     try:
-        if path.name not in readers:
-            readers[path.name] = _Reader(path)
-        return readers[path.name].get(origin.name)
+        if path not in readers:
+            readers[path] = _Reader(path)
+        return readers[path].get(origin.name)
     except FileNotFoundError as error:
         msg = f"{path} is not there, and it holds {origin.name!r} of the vision tower: fetch the model again"
         raise ModelError(msg) from error
