@@ -24,7 +24,8 @@ from transformers.vision_utils import (
 from vlmembed.errors import ConfigError, FailureCode, ImageError
 from vlmembed.interpolation import PositionTable, axis_taps
 from vlmembed.layout import TowerLayout, attention_metadata, image_layout
-from vlmembed.resize import AreaResize, CropResize
+from vlmembed.official import CropResize
+from vlmembed.resize import AreaResize
 
 AREA = AreaResize(patch_size=14, min_pixels=224 * 224, max_pixels=224 * 224)
 TABLE = PositionTable(size_hw=(37, 37), kernel="bicubic")

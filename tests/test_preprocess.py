@@ -12,8 +12,8 @@ from test_layout import LAYOUT
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 
 from vlmembed.errors import ModelError
+from vlmembed.official import CropResize
 from vlmembed.preprocess import patchify, preprocess, resize_pixels
-from vlmembed.resize import CropResize
 from vlmembed.towers.processor import crop_resize
 
 if TYPE_CHECKING:

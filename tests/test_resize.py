@@ -15,8 +15,9 @@ from processors import CASES, DINOV3_CASE, KIMI_CASES, PIL_CASES, Case, grain, k
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
 from vlmembed.errors import ConfigError, FailureCode, ImageError, ModelError
+from vlmembed.official import CropResize, NaflexResize, NavitResize, SmartResize
 from vlmembed.preprocess import preprocess
-from vlmembed.resize import AreaResize, CropResize, NaflexResize, NavitResize, SmartResize, describe
+from vlmembed.resize import AreaResize, describe
 from vlmembed.towers.families import MODEL_TYPES
 from vlmembed.towers.processor import RULES, normalisation, rescale_factor, resize_rules, settings
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vlmembed.errors import ConfigError, ModelError
-from vlmembed.resize import BICUBIC, AreaResize, CropResize, NaflexResize, NavitResize, SmartResize
+from vlmembed.official import CropResize, NaflexResize, NavitResize, SmartResize
+from vlmembed.resize import BICUBIC, AreaResize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
