@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's own name for it
+from checkpoints import RECIPES, tiny_checkpoint
 from conftest import make_rule, noise
 
+from vlmembed.attention import DeviceMetadata
 from vlmembed.encoder import Encoder
 from vlmembed.schema import VectorColumn
-from vlmembed.towers import load_tower
+from vlmembed.towers import load_tower, open_tower
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -45,3 +47,22 @@ def test_a_pack_on_the_gpu(
     assert F.cosine_similarity(packed, alone).min() >= cosine
     reference = embed(cpu, images)
     assert F.cosine_similarity(packed, reference).min() >= 0.99
+
+
+@pytest.mark.parametrize("model_type", RECIPES)
+def test_every_family_on_the_gpu(model_type: str, tmp_path: Path, pack_images: Callable[..., PackedBatch]) -> None:
+    tiny_checkpoint(model_type, tmp_path)
+    blueprint = open_tower(str(tmp_path))
+    batch = pack_images([noise(height, width, 0) for height, width in SIZES], make_rule(blueprint.layout))
+    results = []
+    for name in ("cpu", "cuda"):
+        device = torch.device(name)
+        tower = blueprint.load(dtype=torch.float32, device=device)
+        metadata = DeviceMetadata.from_host(batch.metadata, device)
+        with torch.inference_mode():
+            patches = torch.from_numpy(batch.patches).to(device)
+            tokens = tower.tokens(patches, metadata, deepstack=tower.num_deepstack > 0)
+            pooled = [tower(patches, metadata, pool=pool) for pool in tower.pool_widths]
+        results.append([output.cpu() for output in (*tokens, *pooled)])
+    for expected, found in zip(*results, strict=True):
+        assert F.cosine_similarity(found, expected, dim=-1).min() >= 0.9999
