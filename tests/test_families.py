@@ -114,6 +114,7 @@ class Case:
     blueprint: Blueprint
     loaded: dict[torch.dtype, Tower] = field(default_factory=dict)
     references: dict[Any, Any] = field(default_factory=dict)
+    in_dtypes: dict[torch.dtype, Case] = field(default_factory=dict)
 
     @property
     def outputs_deepstack(self) -> bool:
@@ -124,10 +125,12 @@ class Case:
         """The same with its model's parameters in `dtype`; buffers, as rotary frequencies, stay in float32."""
         if dtype == torch.float32:
             return self
-        model = copy.deepcopy(self.model)
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(dtype)
-        return replace(self, model=model, references={})
+        if dtype not in self.in_dtypes:
+            model = copy.deepcopy(self.model)
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(dtype)
+            self.in_dtypes[dtype] = replace(self, model=model, references={})
+        return self.in_dtypes[dtype]
 
     def tower(self, dtype: torch.dtype = torch.float32) -> Tower:
         """Read from the checkpoint once."""
@@ -247,7 +250,16 @@ def image_features(case: Case, image: Image) -> tuple[torch.Tensor, list[torch.T
 
 
 def dense_reference(case: Case, image: Image, mode: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Patch tokens (S, C) and the pooled vector (C,) of one image from transformers' vision model."""
+    """Patch tokens (S, C) and the pooled vector (C,) of one image from transformers' vision model, computed once."""
+    key = image.tobytes(), mode
+    if key not in case.references:
+        case.references[key] = vision_output(case, image, mode)
+    tokens, pooled = case.references[key]
+    return tokens, pooled
+
+
+def vision_output(case: Case, image: Image, mode: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `dense_reference` keeps."""
     tower = getattr(case.model, "vision_model", case.model)
     dtype = case.model.dtype
     with torch.inference_mode():
