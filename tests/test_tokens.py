@@ -29,6 +29,7 @@ from vlmembed.schema import read_provenance, with_provenance
 from vlmembed.towers.blueprint import Blueprint
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from vlmembed.report import RunReport
@@ -305,11 +306,24 @@ def test_a_processor_that_is_not_understood_is_not_replaced_in_silence(pictures:
     assert run(pictures, tmp_path / "null.parquet", tmp_path / "model").num_embedded == 5
 
 
+def allocate_on_a_gpu() -> None:
+    raise torch.OutOfMemoryError
+
+
+def allocate_on_a_cpu() -> None:
+    torch.empty(10**15)  # really refused, so that the message is torch's own
+
+
+@pytest.mark.parametrize("allocate", [allocate_on_a_gpu, allocate_on_a_cpu])
 def test_a_pack_that_does_not_fit_says_what_to_lower(
-    qwen: tuple[Any, Path], pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    allocate: Callable[[], None],
+    qwen: tuple[Any, Path],
+    pictures: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def full(*_: Any, **__: Any) -> None:  # noqa: ANN401  whatever it is called with
-        raise torch.OutOfMemoryError
+        allocate()
 
     monkeypatch.setattr("vlmembed.towers.grid.GridTower.tokens", full)
     with pytest.raises(DeviceMemoryError, match=r"a pack of 5 images and \d+ tokens does not .* lower --max-pixels"):

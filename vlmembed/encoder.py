@@ -117,11 +117,6 @@ class Encoder:
         return cls(tower, vectors=vectors, pool=pool, normalize=normalize, identity=identity)
 
     @property
-    def width(self) -> int:
-        """D, values per vector."""
-        return self.vectors[0].width
-
-    @property
     def normalize(self) -> bool:
         """Vectors are scaled to length 1; tokens never are."""
         return self._normalize
@@ -141,7 +136,7 @@ class Encoder:
         try:
             return self._encode(batch)
         except RuntimeError as error:
-            if not isinstance(error, torch.OutOfMemoryError) and "not enough memory" not in str(error):
+            if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
                 raise
             msg = (
                 f"a pack of {len(batch.rows)} images and {batch.num_tokens} tokens does not fit into the memory of "

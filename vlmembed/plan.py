@@ -127,10 +127,12 @@ def make_plan(config: EncodeConfig, paths: OutputPaths, source: Source, earlier:
         _check_may_replace(where, lines, config)
         before = None
     if before:
-        decided = _inherit_shape(decided, before)
-        if earlier.output is None and (lines := _difference_in_shape(decided, before)):
+        shaped = _inherit_shape(decided, before)
+        if earlier.output is None and (lines := _difference_in_shape(shaped, before)):
             _check_may_replace(where, lines, config)
             before = None
+        else:
+            decided = shaped
     decided = _decide_sizes(decided, encoder, rule, device.type)
     facts = make_provenance(
         config,

@@ -182,7 +182,7 @@ def measure(model_type: str, dtype: torch.dtype, repeats: int) -> dict[str, Any]
     mine, others = zip(*rounds, strict=True)
     return {
         "tower": CONFIGS[model_type]["_source"],
-        "parameters": blueprint.num_parameters,
+        "parameters": sum(parameter.numel() for parameter in blueprint.make_skeleton().parameters()),
         "images": len(batch.rows),
         "patches": len(batch.patches),
         "worst_cosine_between_the_two": round(agreement, 7),

@@ -54,18 +54,13 @@ class Blueprint:
     num_deepstack: int = 0
     build: Callable[[Blueprint, nn.Module, str], Tower]
 
-    @property
-    def num_parameters(self) -> int:
-        """Parameters of the tower and its projector."""
-        return sum(parameter.numel() for parameter in self.make_skeleton().parameters())
-
-    def check_memory(self, *, dtype: torch.dtype, device: torch.device) -> None:
-        """Compare the weights with the memory that is free.
+    def check_memory(self, skeleton: nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:
+        """Compare a skeleton's weights with the memory that is free.
 
         Raises:
             ModelError: they do not fit.
         """
-        num_parameters = self.num_parameters
+        num_parameters = sum(parameter.numel() for parameter in skeleton.parameters())
         needed = num_parameters * dtype.itemsize
         available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
         if needed > available:
@@ -82,8 +77,8 @@ class Blueprint:
         Raises:
             ModelError: they do not fit into memory, or a tensor of the tower is missing or has the wrong shape.
         """
-        self.check_memory(dtype=dtype, device=device)
         skeleton = self.make_skeleton()
+        self.check_memory(skeleton, dtype=dtype, device=device)
         expected = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
         tensors, sha256 = read_tower(self.files, self.family, expected, num_heads=self.num_heads)
         skeleton.load_state_dict(tensors, assign=True)

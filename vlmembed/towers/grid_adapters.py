@@ -73,16 +73,21 @@ class IndexRope(nn.Module):
         return cos, sin
 
 
-def qwen2_vl(model: Any, config: Any) -> GridParts:  # noqa: ANN401  transformers' own
-    """Qwen2-VL: rotary positions only."""
+def _blocks_parts(model: Any, config: Any, **others: Any) -> Parts:  # noqa: ANN401  transformers' own
+    """What Qwen's and GLM's modules name alike, and the parts that only some of them have."""
     replace_attention(model.blocks, returns_weights=False)
-    parts = Parts(
+    return Parts(
         patch_weight=flat_patch_weight(model.patch_embed.proj),
         patch_bias=model.patch_embed.proj.bias,
         layers=model.blocks,
         rope=IndexRope(model.rotary_pos_emb, config),
+        **others,
     )
-    return GridParts(parts=parts, merger=model.merger)
+
+
+def qwen2_vl(model: Any, config: Any) -> GridParts:  # noqa: ANN401  transformers' own
+    """Qwen2-VL: rotary positions only."""
+    return GridParts(parts=_blocks_parts(model, config), merger=model.merger)
 
 
 def qwen2_5_vl(model: Any, config: Any) -> GridParts:  # noqa: ANN401  transformers' own
@@ -95,14 +100,7 @@ def qwen2_5_vl(model: Any, config: Any) -> GridParts:  # noqa: ANN401  transform
 
 def qwen3_vl(model: Any, config: Any) -> GridParts:  # noqa: ANN401  transformers' own
     """Qwen3-VL and Qwen3.5: learned positions too, and (Qwen3-VL) mergers after some layers."""
-    replace_attention(model.blocks, returns_weights=False)
-    parts = Parts(
-        patch_weight=flat_patch_weight(model.patch_embed.proj),
-        patch_bias=model.patch_embed.proj.bias,
-        layers=model.blocks,
-        table=model.pos_embed.weight,
-        rope=IndexRope(model.rotary_pos_emb, config),
-    )
+    parts = _blocks_parts(model, config, table=model.pos_embed.weight)
     layers = getattr(config, "deepstack_visual_indexes", ())
     mergers = getattr(model, "deepstack_merger_list", ())
     return GridParts(parts=parts, merger=model.merger, deepstack=dict(zip(layers, mergers, strict=True)))
@@ -126,15 +124,12 @@ def kimi_k25(model: Any, config: Any) -> GridParts:  # noqa: ANN401  transformer
 
 def glm4v(model: Any, config: Any) -> GridParts:  # noqa: ANN401  transformers' own
     """GLM-4V: a norm before the positions, a convolution before the merger."""
-    replace_attention(model.blocks, returns_weights=False)
-    parts = Parts(
-        patch_weight=flat_patch_weight(model.patch_embed.proj),
-        patch_bias=model.patch_embed.proj.bias,
-        layers=model.blocks,
+    parts = _blocks_parts(
+        model,
+        config,
         table=model.embeddings.position_embedding.weight,
         pre_norm=model.post_conv_layernorm,
         final_norm=model.post_layernorm,
-        rope=IndexRope(model.rotary_pos_emb, config),
     )
     return GridParts(parts=parts, merger=ConvMerger(model.downsample, model.merger))
 
