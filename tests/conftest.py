@@ -11,8 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
+from vlmembed.batch import make_batch
 from vlmembed.layout import ResizeRule
-from vlmembed.packer import make_batch
 from vlmembed.preprocess import preprocess
 from vlmembed.towers import load_tower
 from vlmembed.towers.builtin import MODELS, model_folder

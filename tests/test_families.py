@@ -20,10 +20,11 @@ from checkpoints import DENSE_RECIPES, GRID_RECIPES, RECIPES, Recipe, make_model
 from conftest import noise
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vlmembed.attention import DeviceMetadata, PackedAttention
+from vlmembed.attention.layers import PackedAttention
+from vlmembed.attention.metadata import DeviceMetadata, DevicePack
+from vlmembed.batch import make_batch
 from vlmembed.errors import ConfigError
 from vlmembed.layout import ResizeRule
-from vlmembed.packer import make_batch
 from vlmembed.preprocess import preprocess
 from vlmembed.towers import open_tower
 from vlmembed.towers.families import FAMILIES, MODEL_TYPES
@@ -187,15 +188,15 @@ def pictures() -> list[Image]:
 
 
 def run_tokens(tower: Tower, batch: PackedBatch, *, deepstack: bool = False) -> list[torch.Tensor]:
-    metadata = DeviceMetadata.from_host(batch.metadata, CPU)
+    pack = DevicePack.of(batch, CPU)
     with torch.inference_mode():
-        return tower.tokens(torch.from_numpy(batch.patches), metadata, deepstack=deepstack)
+        return tower.tokens(pack.patches, pack.metadata, deepstack=deepstack)
 
 
 def run_pooled(tower: Tower, batch: PackedBatch, pool: str) -> torch.Tensor:
-    metadata = DeviceMetadata.from_host(batch.metadata, CPU)
+    pack = DevicePack.of(batch, CPU)
     with torch.inference_mode():
-        return tower.forward(torch.from_numpy(batch.patches), metadata, pool=pool)
+        return tower.forward(pack.patches, pack.metadata, pool=pool)
 
 
 def by_image(tokens: torch.Tensor, batch: PackedBatch) -> list[torch.Tensor]:
@@ -395,8 +396,8 @@ def test_a_forward_makes_no_host_sync(case: Case) -> None:
         for pool in case.blueprint.pool_widths:
             run_pooled(tower, batch, pool)
     assert ours.count == 0
-    tower, metadata = copy.deepcopy(tower).to(META), DeviceMetadata.from_host(batch.metadata, META)
-    patches = torch.from_numpy(batch.patches).to(META)
+    tower, pack = copy.deepcopy(tower).to(META), DevicePack.of(batch, META)
+    patches, metadata = pack.patches, pack.metadata
     num_merged = sum(case.blueprint.layout.num_merged((h, w)) for h, w in batch.grid_hw.tolist())
     for level in tower.tokens(patches, metadata, deepstack=deepstack):
         assert level.shape == (num_merged, case.blueprint.token_width)
@@ -424,10 +425,10 @@ def test_every_layer_gets_the_one_metadata_object(case: Case, monkeypatch: pytes
 
     monkeypatch.setattr(PackedAttention, "forward", watched)
     tower, batch = case.tower(), case.pack(pictures()[:2])
-    metadata = DeviceMetadata.from_host(batch.metadata, CPU)
-    tower.tokens(torch.from_numpy(batch.patches), metadata)
+    pack = DevicePack.of(batch, CPU)
+    tower.tokens(pack.patches, pack.metadata)
     assert len(seen) == len(tower.layers)
-    assert all(each is metadata for each in seen)
+    assert all(each is pack.metadata for each in seen)
 
 
 @each(["qwen2_5_vl"])

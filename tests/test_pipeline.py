@@ -53,7 +53,7 @@ STAGES = {
     "read": (FolderSource, "read", 1),
     "decode": ("vlmembed.pipeline", "preprocess", 60),
     "pack": ("vlmembed.packer", "make_batch", 8),
-    "encode": (Encoder, "encode", 8),
+    "encode": (Encoder, "_submit", 8),
     "write": (Writer, "add", 100),
     "commit": (Writer, "_commit", 3),
 }

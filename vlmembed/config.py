@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", "bf16", "fp16", "fp32"),
+    "attention": ("auto", "flash4", "flash3", "flash2", "torch", "sdpa", "cpu"),
+    "compile": ("auto", "on", "off"),
+    "cuda_graphs": ("auto", "on", "off"),
     "emit": ("pooled", "tokens"),
     "pool": ("auto", "cls", "mean", "head"),
     "embedding_dtype": ("auto", "float32", "float16"),
@@ -50,8 +53,11 @@ class EncodeConfig:
         inputs: folders, picture files, globs, Parquet files.
         output: the Parquet file to write.
         model: a built-in name, a local folder, or a Hugging Face id; `revision` is of the latter.
-        device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
+        device: ``"auto"`` and ``"cuda"`` are all visible GPUs, ``"cuda:0,1"`` some of them, ``"cpu"``; ``"cpu,cpu"`` is
+            two workers on the CPU.
         dtype: of the layers; ``"auto"`` is bf16 where the processor multiplies it in hardware, else fp32.
+        attention: what computes it; ``"auto"`` is the best that is installed for the device.
+        compile: the layers, by torch.compile. cuda_graphs: launch them as one. ``"auto"`` measures, in long runs.
         emit: ``"pooled"`` stores one vector per image; ``"tokens"`` all that a language model would be fed.
         deepstack: with tokens, the inner layers' features too (Qwen3-VL).
         pool: how an image's tokens become one vector.
@@ -78,6 +84,9 @@ class EncodeConfig:
     revision: str | None = None
     device: str = "auto"
     dtype: str = "auto"
+    attention: str = "auto"
+    compile: str = "auto"
+    cuda_graphs: str = "auto"
     emit: str = "pooled"
     deepstack: bool = False
     pool: str = "auto"

@@ -1,68 +1,42 @@
-"""The device worker: one forward per pack."""
+"""The device worker: packs in, embeddings out, one forward per pack."""
 
 from __future__ import annotations
 
-import os
-import platform
-from typing import TYPE_CHECKING, Any
+import logging
+from collections import deque
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's own name for it
 
-from vlmembed.attention import DeviceMetadata
-from vlmembed.errors import ConfigError, DeviceMemoryError
+from vlmembed.attention.metadata import DevicePack
+from vlmembed.batch import split_batch
+from vlmembed.errors import ConfigError, FailureCode
+from vlmembed.lanes import CudaLanes, DeviceLink, HostLink
 from vlmembed.schema import VectorColumn
-from vlmembed.types import EmbeddingBatch
+from vlmembed.types import EmbeddingBatch, Failure
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from vlmembed.config import EncodeConfig
+    from vlmembed.graphs import GraphRunner, ShapeKey
+    from vlmembed.lanes import Link, Ticket
     from vlmembed.layout import TowerLayout
     from vlmembed.towers.base import Tower
     from vlmembed.towers.blueprint import Blueprint
     from vlmembed.types import PackedBatch
 
+logger = logging.getLogger(__name__)
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 STORED_DTYPES = {"float16": torch.float16, "float32": torch.float32}
 
-_BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
 
-
-def pick_device(name: str) -> torch.device:
-    """The device that ``--device`` names; ``auto`` is the first GPU where there is one, else the CPU.
-
-    Raises:
-        ConfigError: no such device here.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        msg = f"device {name!r} is not known: use auto, cpu, cuda or cuda:N"
-        raise ConfigError(msg) from error
-    if device.type not in ("cpu", "cuda"):
-        msg = f"device {name!r} is not supported: use auto, cpu, cuda or cuda:N"
-        raise ConfigError(msg)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        msg = f"device {name!r} is not here: torch {torch.__version__} sees {torch.cuda.device_count()} GPUs"
-        raise ConfigError(msg)
-    return device
-
-
-def pick_dtype(name: str, device: torch.device) -> str:
-    """What ``--dtype auto`` means on `device`: bf16 where it multiplies bf16 in hardware, else fp32."""
-    if name != "auto":
-        return name
-    if device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    capabilities = torch.cpu.get_capabilities()
-    return "bf16" if any(capabilities.get(name) for name in _BF16_INSTRUCTIONS) else "fp32"
-
-
-def cpu_name() -> str:
-    """The processor as it names itself."""
-    return str(torch.cpu.get_capabilities().get("cpu_name") or platform.machine())
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator has said so: CUDA's, the CPU's, or Python's."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
 class Encoder:
@@ -72,7 +46,13 @@ class Encoder:
         layout: the tower's, for preprocessing and packing.
         vectors: the output columns that it fills.
         pool: how an image's tokens become one vector; None where they are stored themselves.
+        normalize: vectors are scaled to length 1; tokens never are.
+        graphs: what runs the layers through CUDA graphs, or None.
+        num_splits: packs that were split because they did not fit into memory.
+        num_lost: 0; see `vlmembed.workers.WorkerPool`.
     """
+
+    num_lost = 0
 
     def __init__(
         self,
@@ -81,90 +61,151 @@ class Encoder:
         vectors: tuple[VectorColumn, ...],
         pool: str | None,
         normalize: bool,
-        identity: dict[str, Any] | None = None,
+        link: Link | None = None,
     ) -> None:
-        self._tower = tower
-        self._normalize = normalize
-        self._device: torch.device = tower.patch_mean.device
+        self.tower = tower
+        self.device: torch.device = tower.patch_mean.device
+        self._link = link or (DeviceLink(CudaLanes(self.device)) if self.device.type == "cuda" else HostLink())
         self.layout: TowerLayout = tower.layout
         self.vectors = vectors
         self.pool = pool
-        self.identity: dict[str, Any] = {
-            "weights_sha256": tower.weights_sha256,
-            "width": vectors[0].width,
-            "patches_per_token": tower.layout.merge_size**2,
-            **(identity or {}),
-        }
+        self.normalize = normalize
+        self.graphs: GraphRunner | None = None
+        self.num_splits = 0
 
     @classmethod
-    def load(cls, config: EncodeConfig, blueprint: Blueprint, vectors: tuple[VectorColumn, ...]) -> Encoder:
-        """Load the tower for a config whose device and dtype are decided.
+    def load(
+        cls, config: EncodeConfig, blueprint: Blueprint, vectors: tuple[VectorColumn, ...], device: torch.device
+    ) -> Encoder:
+        """Load the tower for a config whose dtype is decided.
 
         Raises:
             ModelError: from `Blueprint.load`.
         """
-        device, pool = pick_device(config.device), pick_pool(config, blueprint)
+        pool = pick_pool(config, blueprint)
         tower = blueprint.load(dtype=DTYPES[config.dtype], device=device)
-        files = blueprint.files
-        identity = {
-            "name": os.fspath(config.model),
-            "revision": files.revision,
-            "config_sha256": files.config_sha256,
-            "family": blueprint.family.title,
-            "aligned_with_text": blueprint.family.aligned and pool == "head",
-        }
-        normalize = config.normalize and pool is not None
-        return cls(tower, vectors=vectors, pool=pool, normalize=normalize, identity=identity)
+        return cls(tower, vectors=vectors, pool=pool, normalize=config.normalize and pool is not None)
 
     @property
-    def normalize(self) -> bool:
-        """Vectors are scaled to length 1; tokens never are."""
-        return self._normalize
+    def deepstack(self) -> bool:
+        """The inner layers' features are stored too."""
+        return self.pool is None and len(self.vectors) > 1
 
-    @property
-    def backend(self) -> dict[str, str]:
-        """What the numbers were computed with: recorded, not compared."""
-        name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else cpu_name()
-        return {"device": str(self._device), "processor": name, "attention": "bmm per run of equal segments"}
+    def stream(self, batches: Iterable[PackedBatch | None]) -> Iterator[EmbeddingBatch | Failure]:
+        """Encode packs; each result comes one pack later where a device works beside the host.
+
+        None among the packs asks for what is still on its way. A pack that does not fit into memory is split until it
+        does; a single image that does not fit is a `Failure`.
+        """
+        waiting: deque[Ticket] = deque()
+        for batch in batches:
+            if batch is None:
+                yield from self._collect(waiting, leave=0)
+            else:
+                yield from self._start(batch, waiting)
+        yield from self._collect(waiting, leave=0)
 
     def encode(self, batch: PackedBatch) -> EmbeddingBatch:
-        """One forward over a pack.
+        """One pack that fits into memory, alone."""
+        (result,) = self.stream([batch])
+        assert isinstance(result, EmbeddingBatch)
+        return result
 
-        Raises:
-            DeviceMemoryError: the pack does not fit beside the weights.
-        """
-        try:
-            return self._encode(batch)
-        except RuntimeError as error:
-            if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
-                raise
-            msg = (
-                f"a pack of {len(batch.rows)} images and {batch.num_tokens} tokens does not fit into the memory of "
-                f"{self._device}: lower --max-pixels, or --max-tokens-per-batch; what was committed is kept"
+    def close(self) -> None:
+        """Nothing is held that the process would not give back."""
+        if self.graphs is not None:
+            logger.info("CUDA graphs: %s", self.graphs.describe())
+
+    def _start(self, batch: PackedBatch, waiting: deque[Ticket]) -> Iterator[EmbeddingBatch | Failure]:
+        ticket = self._submit(batch)
+        if ticket is not None:
+            waiting.append(ticket)
+            yield from self._collect(waiting, leave=self._link.lag)
+            return
+        yield from self._collect(waiting, leave=0)
+        self._make_room()
+        if len(batch.rows) > 1:
+            self.num_splits += 1
+            logger.warning(
+                "a pack of %d images and %d tokens does not fit into the memory of %s: split in two "
+                "(--max-tokens-per-batch %d would avoid it)",
+                len(batch.rows),
+                batch.num_tokens,
+                self.device,
+                batch.num_tokens // 2,
             )
-            raise DeviceMemoryError(msg) from error
+            for half in split_batch(batch, self.layout):
+                yield from self._start(half, waiting)
+            return
+        height, width = batch.size_hw[0].tolist()
+        message = (
+            f"{width}x{height} pixels are {batch.num_tokens} tokens, which do not fit into the memory of {self.device} "
+            "even alone: lower --max-pixels"
+        )
+        yield Failure(row=int(batch.rows[0]), stage="encode", code=FailureCode.OUT_OF_MEMORY, message=message)
+
+    def _submit(self, batch: PackedBatch) -> Ticket | None:
+        """Hand a pack over; None where it does not fit. The exception goes, and what its frames hold of the pack with
+        it, before anything is tried again."""
+        try:
+            key = self.graphs.shape_of(batch) if self.graphs is not None else None
+            if self.graphs is None or key is None:
+                return self._link.submit(batch, torch.from_numpy(batch.block), lambda block: self._eager(block, batch))
+            filled, graphs = self.graphs.fill(batch, key), self.graphs
+            return self._link.submit(
+                batch,
+                torch.from_numpy(filled.block),
+                lambda block: self._by_graph(block, filled, batch, graphs=graphs, key=key),
+            )
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+        return None
+
+    def _make_room(self) -> None:
+        if self.graphs is not None:
+            self.graphs.drop()
+        self._link.make_room()
 
     @torch.inference_mode()
-    def _encode(self, batch: PackedBatch) -> EmbeddingBatch:
-        patches = torch.from_numpy(batch.patches).to(self._device, non_blocking=True)
-        metadata = DeviceMetadata.from_host(batch.metadata, self._device)
+    def _eager(self, block: torch.Tensor, batch: PackedBatch) -> list[torch.Tensor]:
+        pack = DevicePack.view(block, batch.header)
+        features = self.tower.features(pack.patches, pack.metadata, deepstack=self.deepstack)
+        return [output.contiguous() for output in self._outputs(features, pack)]
+
+    @torch.inference_mode()
+    def _by_graph(
+        self, block: torch.Tensor, filled: PackedBatch, batch: PackedBatch, *, graphs: GraphRunner, key: ShapeKey
+    ) -> list[torch.Tensor]:
+        pack = DevicePack.view(block, filled.header)
+        features = graphs.features(block, filled, key)
+        images = DevicePack(patches=pack.patches, metadata=pack.metadata.of_images(batch.metadata))
+        return [output.clone() for output in self._outputs(features, images)]  # the next replay writes over them
+
+    def _outputs(self, features: list[torch.Tensor], pack: DevicePack) -> list[torch.Tensor]:
+        """What is stored of the features, in the output's own dtypes."""
         if self.pool is None:
-            outputs = self._tower.tokens(patches, metadata, deepstack=len(self.vectors) > 1)
-            lengths = [self.layout.num_merged((h, w)) for h, w in batch.grid_hw.tolist()]
-            offsets = np.concatenate([[0], np.cumsum(lengths)])
+            outputs = self.tower.tokens_of(features, pack.metadata)
         else:
-            pooled = self._tower(patches, metadata, pool=self.pool)
-            outputs, offsets = [F.normalize(pooled, dim=-1) if self._normalize else pooled], None
-        return EmbeddingBatch(
-            rows=batch.rows,
-            grid_hw=batch.grid_hw,
-            size_hw=batch.size_hw,
-            vectors={
-                column.name: output.to(STORED_DTYPES[column.dtype]).cpu().numpy()
-                for column, output in zip(self.vectors, outputs, strict=True)
-            },
-            offsets=offsets,
-        )
+            pooled = self.tower.pooled_of(features, pack.metadata, self.pool)
+            outputs = [F.normalize(pooled, dim=-1) if self.normalize else pooled]
+        return [output.to(STORED_DTYPES[column.dtype]) for column, output in zip(self.vectors, outputs, strict=True)]
+
+    def _collect(self, waiting: deque[Ticket], *, leave: int) -> Iterator[EmbeddingBatch]:
+        while len(waiting) > leave:
+            ticket = waiting.popleft()
+            batch, results = ticket.batch, self._link.collect(ticket)
+            offsets = None
+            if self.pool is None:
+                lengths = [self.layout.num_merged((h, w)) for h, w in batch.grid_hw.tolist()]
+                offsets = np.concatenate([[0], np.cumsum(lengths)])
+            yield EmbeddingBatch(  # copies, or the whole block would stay until they are written
+                rows=batch.rows.copy(),
+                grid_hw=batch.grid_hw.copy(),
+                size_hw=batch.size_hw.copy(),
+                vectors={column.name: result.numpy() for column, result in zip(self.vectors, results, strict=True)},
+                offsets=offsets,
+            )
 
 
 def pick_pool(config: EncodeConfig, blueprint: Blueprint) -> str | None:

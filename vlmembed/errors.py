@@ -10,7 +10,7 @@ A bad image is a row with a code; a bad setting is an exception.
     ├── RunError                the run could not go on                        (exit code 1)
     │   ├── ModelError          no weights, an unknown tower, a bad checkpoint
     │   ├── MissingExtraError   an optional package is not installed
-    │   ├── DeviceMemoryError   a pack does not fit beside the weights
+    │   ├── WorkerError         no worker process is left, or none can take a pack
     │   ├── RowFailedError      ``on_error="fail"`` met a failed row
     │   ├── NothingEmbeddedError  the run ended without a single embedding
     │   └── AccountingError     rows read != embedded + duplicates + failed
@@ -71,8 +71,8 @@ class MissingExtraError(RunError):
     """An optional package is not installed; the message holds the command that installs it."""
 
 
-class DeviceMemoryError(RunError):
-    """A pack needs more memory than the device has free."""
+class WorkerError(RunError):
+    """No worker process is left, or a pack has ended several of them."""
 
 
 class RowFailedError(RunError):

@@ -44,25 +44,37 @@ class Channel(Generic[T]):
 
     def _put(self, item: T | None) -> None:
         while True:
-            if self._stop.is_set():
-                raise StoppedError
+            self.check()
             try:
                 self._queue.put(item, timeout=POLL_SECONDS)
             except queue.Full:
                 continue
             return
 
-    def __iter__(self) -> Iterator[T]:
+    def check(self) -> None:
+        """Look whether the run goes on.
+
+        Raises:
+            StoppedError: it was stopped.
+        """
+        if self._stop.is_set():
+            raise StoppedError
+
+    def polled(self) -> Iterator[T | None]:
+        """Like iterating, but None comes whenever there was nothing for `POLL_SECONDS`."""
         while True:
-            if self._stop.is_set():
-                raise StoppedError
+            self.check()
             try:
                 item = self._queue.get(timeout=POLL_SECONDS)
             except queue.Empty:
+                yield None
                 continue
             if item is None:
                 return
             yield item
+
+    def __iter__(self) -> Iterator[T]:
+        return (item for item in self.polled() if item is not None)
 
 
 def ordered_map(

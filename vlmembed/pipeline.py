@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from vlmembed.layout import ResizeRule
     from vlmembed.progress import ProgressBar, StageClock
     from vlmembed.sources.base import Source
+    from vlmembed.workers import WorkerPool
     from vlmembed.writer import Writer
 
 Image = TypeVar("Image", EncodedImage, UniqueImage)
@@ -66,7 +67,7 @@ class Pipeline:
         source: Source,
         index: HashIndex | None,
         rule: ResizeRule,
-        encoder: Encoder,
+        encoder: Encoder | WorkerPool,
         writer: Writer,
         clock: StageClock,
     ) -> None:
@@ -230,12 +231,16 @@ class Pipeline:
 
     def _encode(self, bar: ProgressBar) -> None:
         began = time.perf_counter()
-        for batch in self._packs:
-            with self.clock.measure("encode"):
-                result = self._encoder.encode(batch)
+        results = self._encoder.stream(self.clock.iterate("idle", self._packs.polled()))
+        for result in self.clock.iterate("encode", results):
+            if result is None:  # nothing came for a while
+                self._packs.check()
+                continue
             self._events.put(result)
-            self.num_encoded += len(batch.rows)
-            self.num_tokens += batch.num_tokens
+            if isinstance(result, Failure):
+                continue
+            self.num_encoded += len(result.rows)
+            self.num_tokens += sum(self._rule.layout.num_tokens((h, w)) for h, w in result.grid_hw.tolist())
             seconds = time.perf_counter() - began
             bar.note(
                 num_encoded=self.num_encoded,

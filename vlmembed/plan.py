@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -9,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from vlmembed.config import EncodeConfig
 from vlmembed.decode import PIXEL_POLICY
-from vlmembed.encoder import Encoder, pick_device, pick_dtype, pick_pool, vector_columns
+from vlmembed.devices import name_of, pick_devices, pick_dtype
+from vlmembed.encoder import pick_pool, vector_columns
 from vlmembed.errors import ConfigError, InputError, ModelError, OutputError
+from vlmembed.exchange import LoadOrder
 from vlmembed.layout import ResizeRule
 from vlmembed.output import OutputPaths, read_manifest
 from vlmembed.parts import read_records
@@ -19,18 +23,19 @@ from vlmembed.preprocess import RESIZER
 from vlmembed.provenance import difference, make_fingerprint, make_provenance
 from vlmembed.schema import output_schema, read_provenance
 from vlmembed.towers import open_tower
+from vlmembed.tuning import load_encoder
+from vlmembed.workers import WorkerPool
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from vlmembed.config import EncodeConfig
+    from vlmembed.devices import Devices
+    from vlmembed.encoder import Encoder
     from vlmembed.layout import TowerLayout
     from vlmembed.schema import VectorColumn
     from vlmembed.sources.base import Source
     from vlmembed.towers.blueprint import Blueprint
-
-PACK_TOKENS = {"cpu": 2048, "cuda": 16384}
-"""Aim of the token budget by device type; rounded up to whole images. On a CPU larger packs fall out of the cache."""
+    from vlmembed.tuning import Settled
 
 ROWS_PER_PART = {"cpu": 1024, "cuda": 8192}
 """Input rows committed together by device type: about a minute or two of work."""
@@ -43,6 +48,9 @@ less), but never fewer rows than that: packs do not cross parts."""
 
 _SHAPE = ("rows_per_part", "max_tokens_per_batch")
 """What the parts on disk depend on, beside the fingerprint."""
+
+_TUNED = ("attention", "compile", "cuda_graphs")
+"""What an earlier start decided and a later one keeps, so that it makes the same bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +68,9 @@ class Plan:
     config: EncodeConfig
     paths: OutputPaths
     source: Source
-    encoder: Encoder
+    encoder: Encoder | WorkerPool
     rule: ResizeRule
+    vectors: tuple[VectorColumn, ...]
     num_rows: int
     schema: pa.Schema
     facts: dict[str, Any]
@@ -102,7 +111,7 @@ def make_plan(config: EncodeConfig, paths: OutputPaths, source: Source, earlier:
     Raises:
         OutputError: it is of another run, and may not be replaced.
     """
-    device = pick_device(config.device)
+    devices = pick_devices(config.device)
     blueprint = open_tower(os.fspath(config.model), revision=config.revision)
     rule = _resize_rule(config, blueprint.layout)
     _check_budget(config.max_tokens_per_batch, rule)
@@ -111,8 +120,8 @@ def make_plan(config: EncodeConfig, paths: OutputPaths, source: Source, earlier:
     num_rows = min(source.num_rows, config.limit or source.num_rows)
 
     def settle(before: dict[str, Any] | None) -> tuple[EncodeConfig, dict[str, Any]]:
-        dtype = _inherited_dtype(config, before) or pick_dtype(config.dtype, device)
-        decided = replace(config, device=str(device), dtype=dtype)
+        dtype = _inherited_dtype(config, before) or pick_dtype(config.dtype, devices[0])
+        decided = replace(config, device=name_of(devices), dtype=dtype)
         return decided, _fingerprint(decided, blueprint, rule, source, vectors=vectors, num_rows=num_rows)
 
     before, where = earlier.output or earlier.partial, paths.output if earlier.output else paths.partial
@@ -121,26 +130,25 @@ def make_plan(config: EncodeConfig, paths: OutputPaths, source: Source, earlier:
         _check_may_replace(where, lines, config)
         before = None
         decided, fingerprint = settle(before)
-    encoder = Encoder.load(decided, blueprint, vectors)
-    fingerprint["weights_sha256"] = encoder.identity["weights_sha256"]
-    if before and (lines := difference(before["fingerprint"], fingerprint)):
+    if before and earlier.output is None and (lines := _difference_in_shape(_inherit_shape(decided, before), before)):
         _check_may_replace(where, lines, config)
         before = None
     if before:
-        shaped = _inherit_shape(decided, before)
-        if earlier.output is None and (lines := _difference_in_shape(shaped, before)):
-            _check_may_replace(where, lines, config)
-            before = None
-        else:
-            decided = shaped
-    decided = _decide_sizes(decided, encoder, rule, device.type)
+        decided = _inherit_tuning(_inherit_shape(decided, before), before)
+    encoder, settled = _load(decided, devices, blueprint, vectors, rule=rule, num_rows=num_rows)
+    fingerprint["weights_sha256"] = settled.model["weights_sha256"]
+    if before and (lines := difference(before["fingerprint"], fingerprint)):
+        encoder.close()
+        _check_may_replace(where, lines, config)
+        before = None
+    decided = _decide_sizes(settled.config, blueprint, vectors, rule, devices[0].type)
     facts = make_provenance(
         config,
         decided,
         fingerprint,
         recipe=_recipe(config, rule, decided),
-        model=encoder.identity,
-        backend=encoder.backend,
+        model=settled.model,
+        backend=settled.backend,
         shape={name: getattr(decided, name) for name in _SHAPE},
     )
     plan = Plan(
@@ -149,11 +157,36 @@ def make_plan(config: EncodeConfig, paths: OutputPaths, source: Source, earlier:
         source=source,
         encoder=encoder,
         rule=rule,
+        vectors=vectors,
         num_rows=num_rows,
         schema=schema,
         facts=facts,
     )
     return plan, before is not None
+
+
+def _load(
+    config: EncodeConfig,
+    devices: Devices,
+    blueprint: Blueprint,
+    vectors: tuple[VectorColumn, ...],
+    *,
+    rule: ResizeRule,
+    num_rows: int,
+) -> tuple[Encoder | WorkerPool, Settled]:
+    """One device is this process's own; several have a process each."""
+    if len(devices) == 1:
+        return load_encoder(config, blueprint, vectors, rule=rule, num_rows=num_rows, device=devices[0])
+    order = LoadOrder(
+        config=config,
+        vectors=vectors,
+        rule=rule,
+        num_rows=num_rows,
+        device="",
+        num_workers=len(devices),
+        log_level=logging.getLogger().getEffectiveLevel(),
+    )
+    return WorkerPool.start(order, [str(device) for device in devices])
 
 
 def _check_may_replace(where: Path, lines: list[str], config: EncodeConfig) -> None:
@@ -187,6 +220,15 @@ def _recipe(config: EncodeConfig, rule: ResizeRule, decided: EncodeConfig) -> En
 def _inherit_shape(config: EncodeConfig, before: dict[str, Any]) -> EncodeConfig:
     """The parts on disk fix their own shape, unless another one is asked for."""
     return replace(config, **{name: getattr(config, name) or before["shape"][name] for name in _SHAPE})
+
+
+def _inherit_tuning(config: EncodeConfig, before: dict[str, Any]) -> EncodeConfig:
+    """What an earlier start decided on a device of this kind is kept; what is asked for now is done."""
+    earlier = EncodeConfig.from_toml(before["recipe"])
+    if earlier.device.partition(":")[0].partition(",")[0] != config.device.partition(":")[0].partition(",")[0]:
+        return config
+    names = [name for name in _TUNED if name in before["decided"] and getattr(config, name) == "auto"]
+    return replace(config, **{name: getattr(earlier, name) for name in names})
 
 
 def _difference_in_shape(config: EncodeConfig, before: dict[str, Any]) -> list[str]:
@@ -230,40 +272,41 @@ def _check_budget(budget: int | None, rule: ResizeRule) -> None:
         raise ConfigError(msg)
 
 
-def _decide_sizes(config: EncodeConfig, encoder: Encoder, rule: ResizeRule, device_type: str) -> EncodeConfig:
-    """Token budget, part size and threads."""
-    tokens, aim = rule.max_tokens_per_image, PACK_TOKENS[device_type]
+def _decide_sizes(
+    config: EncodeConfig, blueprint: Blueprint, vectors: tuple[VectorColumn, ...], rule: ResizeRule, device_type: str
+) -> EncodeConfig:
+    """Output, limits, part size and threads."""
+    pool = pick_pool(config, blueprint)
     min_pixels, max_pixels = rule.resize.limits if rule.mode == "native" else (None, None)
     if rule.layout.native is rule.layout.official:  # the processor's own limits stay its own
         min_pixels, max_pixels = config.min_pixels, config.max_pixels
     return replace(
         config,
-        pool=encoder.pool or "auto",
-        normalize=encoder.normalize,
-        embedding_dtype=encoder.vectors[0].dtype,
+        pool=pool or "auto",
+        normalize=config.normalize and pool is not None,
+        embedding_dtype=vectors[0].dtype,
         resize=rule.mode,
         min_pixels=min_pixels,
         max_pixels=max_pixels,
-        max_tokens_per_batch=config.max_tokens_per_batch or (tokens * -(-aim // tokens) if tokens <= aim else aim),
-        rows_per_part=config.rows_per_part or _auto_rows_per_part(encoder, rule, device_type),
+        rows_per_part=config.rows_per_part or _auto_rows_per_part(vectors, rule, device_type),
         workers=config.workers or _auto_workers(device_type),
     )
 
 
-def max_row_bytes(encoder: Encoder, rule: ResizeRule, max_pixels: int | None = None) -> int:
+def max_row_bytes(vectors: tuple[VectorColumn, ...], rule: ResizeRule, max_pixels: int | None = None) -> int:
     """The most bytes that the vectors of one row can have, or, of a picture of at most `max_pixels`."""
-    per_vector = sum(column.bytes_per_vector for column in encoder.vectors)
-    if encoder.pool is not None:
+    per_vector = sum(column.bytes_per_vector for column in vectors)
+    if not vectors[0].per_token:
         return per_vector
     pixels = min(max_pixels or rule.resize.max_canvas_pixels, rule.resize.max_canvas_pixels)
     return per_vector * pixels // (rule.layout.patch_size * rule.layout.merge_size) ** 2
 
 
-def _auto_rows_per_part(encoder: Encoder, rule: ResizeRule, device_type: str) -> int:
+def _auto_rows_per_part(vectors: tuple[VectorColumn, ...], rule: ResizeRule, device_type: str) -> int:
     rows = ROWS_PER_PART[device_type]
-    if encoder.pool is not None:
+    if not vectors[0].per_token:
         return rows
-    typical = max(1, max_row_bytes(encoder, rule, TYPICAL_PIXELS))
+    typical = max(1, max_row_bytes(vectors, rule, TYPICAL_PIXELS))
     return max(MIN_TOKEN_ROWS, min(rows, TOKEN_PART_BYTES // typical))
 
 

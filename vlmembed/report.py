@@ -26,6 +26,8 @@ class RunReport:
         num_encoded, num_tokens: images and tokens that this process encoded.
         packing_efficiency: tokens over packs x budget, 0 to 1.
         num_malformed_exif: images that were embedded as they are because their EXIF block could not be read.
+        num_splits: packs that did not fit into memory and were split.
+        num_lost_workers: processes that died; their packs went to the others.
         setup_seconds: listing and loading. seconds: all that came after.
         slowest_stage, slowest_share: the busiest stage and its share of the time, 0 to 1.
     """
@@ -46,6 +48,8 @@ class RunReport:
     num_packs: int = 0
     packing_efficiency: float = 0.0
     num_malformed_exif: int = 0
+    num_splits: int = 0
+    num_lost_workers: int = 0
     setup_seconds: float = 0.0
     seconds: float = 0.0
     slowest_stage: str = ""

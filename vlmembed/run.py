@@ -44,6 +44,7 @@ def encode(config: EncodeConfig, *, progress: bool = False) -> RunReport:
         logger.info("%d rows listed in %.1f s", source.num_rows, time.perf_counter() - began)
         earlier = find_earlier(paths, overwrite=config.overwrite)
         plan, same = make_plan(config, paths, source, earlier)
+        stack.enter_context(closing(plan.encoder))
         logger.info("%s loaded on %s, %s", config.model, plan.config.device, plan.config.dtype)
         if same and earlier.output is not None:
             _drop_leftovers(paths, earlier)
@@ -80,9 +81,9 @@ def _run(plan: Plan, *, began: float, progress: bool) -> RunReport:
     store = PartStore(
         plan.paths,
         plan.schema,
-        vectors=plan.encoder.vectors,
+        vectors=plan.vectors,
         rows_per_part=plan.config.rows_per_part,
-        max_row_bytes=max_row_bytes(plan.encoder, plan.rule),
+        max_row_bytes=max_row_bytes(plan.vectors, plan.rule),
     )
     start = store.next_row
     _check_failures(plan.config, sum(record.num_failed for record in store.records))
@@ -111,6 +112,8 @@ def _run(plan: Plan, *, began: float, progress: bool) -> RunReport:
         num_resumed=start,
         num_encoded=pipeline.num_encoded,
         num_tokens=pipeline.num_tokens,
+        num_splits=plan.encoder.num_splits,
+        num_lost_workers=plan.encoder.num_lost,
         num_packs=pipeline.packing.num_packs,
         packing_efficiency=pipeline.packing.efficiency,
         num_malformed_exif=pipeline.num_malformed_exif,

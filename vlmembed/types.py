@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from vlmembed.errors import FailureCode, ImageError
+    from vlmembed.slab import SlabLayout
 
 UInt8Array: TypeAlias = npt.NDArray[np.uint8]
 Int32Array: TypeAlias = npt.NDArray[np.int32]
@@ -131,6 +132,20 @@ class AttentionMetadata:
     merge_index: Int64Array | None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackHeader:
+    """What must be known to read a pack in its block of bytes.
+
+    Attributes:
+        layout: where the arrays stand.
+        segments, windows: `Segments` without their tensor: max_seqlen and runs.
+    """
+
+    layout: SlabLayout
+    segments: tuple[int, tuple[tuple[int, int], ...]]
+    windows: tuple[int, tuple[tuple[int, int], ...]] | None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedBatch:
     """Images that share one forward pass.
@@ -140,6 +155,7 @@ class PackedBatch:
         grid_hw: int32 (N, 2). size_hw: int32 (N, 2).
         patches: uint8 or float32 (S, P), the images one after the other.
         metadata: built for exactly this pack.
+        block: uint8, all of the arrays above and in `metadata`, which are views of it. header: how to read it.
     """
 
     rows: Int64Array
@@ -147,11 +163,18 @@ class PackedBatch:
     size_hw: Int32Array
     patches: PatchArray
     metadata: AttentionMetadata
+    block: UInt8Array
+    header: PackHeader
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the pack, prefix tokens included."""
         return int(self.metadata.segments.cu_seqlens[-1])
+
+    @property
+    def lengths(self) -> Int64Array:
+        """int64 (N,), tokens of each image."""
+        return np.diff(self.metadata.segments.cu_seqlens).astype(np.int64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -23,9 +23,9 @@ from PIL import Image
 from record import ROOT, write_result
 from transformers.initialization import no_init_weights
 
-from vlmembed.attention import DeviceMetadata
+from vlmembed.attention.metadata import DevicePack
+from vlmembed.batch import make_batch
 from vlmembed.layout import ResizeRule
-from vlmembed.packer import make_batch
 from vlmembed.preprocess import preprocess
 from vlmembed.towers.blueprint import modeling
 from vlmembed.towers.dense import open_dense
@@ -169,11 +169,10 @@ def timed(forward: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
 def measure(model_type: str, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
     """Interleaved timings of both sides, after one unmeasured round."""
     blueprint, tower, batch, theirs = make_sides(model_type, dtype)
-    patches = torch.from_numpy(batch.patches)
-    metadata = DeviceMetadata.from_host(batch.metadata, CPU)
+    pack = DevicePack.of(batch, CPU)
 
     def ours() -> torch.Tensor:
-        return tower.tokens(patches, metadata)[0]
+        return tower.tokens(pack.patches, pack.metadata)[0]
 
     (_, tokens), (_, reference) = timed(ours), timed(theirs)  # not measured
     reference = reference.reshape(tokens.shape)

@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812  the field's own name for it
 from checkpoints import RECIPES, tiny_checkpoint
 from conftest import make_rule, noise
 
-from vlmembed.attention import DeviceMetadata
+from vlmembed.attention.metadata import DevicePack
 from vlmembed.encoder import Encoder
 from vlmembed.schema import VectorColumn
 from vlmembed.towers import load_tower, open_tower
@@ -57,12 +57,11 @@ def test_every_family_on_the_gpu(model_type: str, tmp_path: Path, pack_images: C
     results = []
     for name in ("cpu", "cuda"):
         device = torch.device(name)
-        tower = blueprint.load(dtype=torch.float32, device=device)
-        metadata = DeviceMetadata.from_host(batch.metadata, device)
+        tower = blueprint.load(dtype=torch.float32, device=device).use_attention("sdpa")
+        pack = DevicePack.of(batch, device)
         with torch.inference_mode():
-            patches = torch.from_numpy(batch.patches).to(device)
-            tokens = tower.tokens(patches, metadata, deepstack=tower.num_deepstack > 0)
-            pooled = [tower(patches, metadata, pool=pool) for pool in tower.pool_widths]
+            tokens = tower.tokens(pack.patches, pack.metadata, deepstack=tower.num_deepstack > 0)
+            pooled = [tower(pack.patches, pack.metadata, pool=pool) for pool in tower.pool_widths]
         results.append([output.cpu() for output in (*tokens, *pooled)])
     for expected, found in zip(*results, strict=True):
         assert F.cosine_similarity(found, expected, dim=-1).min() >= 0.9999

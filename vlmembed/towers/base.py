@@ -12,13 +12,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's own name for it
 from torch import nn
 
-from vlmembed.attention import DeviceMetadata, PackedAttention, fused
+from vlmembed.attention.layers import PackedAttention, fused
+from vlmembed.attention.varlen import varlen_attention
+from vlmembed.batch import PackCost
 from vlmembed.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from typing import Self
 
+    from vlmembed.attention.metadata import DeviceMetadata
     from vlmembed.towers.blueprint import Blueprint
 
 Rope = tuple[torch.Tensor, torch.Tensor]
@@ -80,6 +83,8 @@ class Tower(nn.Module):
         self.pre_norm = parts.pre_norm or nn.Identity()
         self.final_norm = parts.final_norm or nn.Identity()
         self.rope = parts.rope
+        self._compiled: list[Callable[..., torch.Tensor]] | None = None
+        self._calls: list[Callable[..., torch.Tensor]] | None = None
         patch = layout.patch_size**2
         self.register_buffer("prefix", None if parts.prefix is None else parts.prefix.detach().float())
         self.register_buffer("table", None if parts.table is None else parts.table.detach().float().clone())
@@ -125,7 +130,8 @@ class Tower(nn.Module):
         after_layer: Callable[[int, torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
         """All layers; each gets the one metadata object. `after_layer` sees the hidden states between them."""
-        for number, layer in enumerate(self.layers):
+        layers: Iterable[Callable[..., Any]] = self._calls or self.layers
+        for number, layer in enumerate(layers):
             hidden_TC = layer(
                 hidden_TC,
                 attention_mask=None,
@@ -154,16 +160,27 @@ class Tower(nn.Module):
             start = stop
         return torch.cat(means)
 
+    def features(
+        self, patches_SP: torch.Tensor, metadata: DeviceMetadata, *, deepstack: bool = False
+    ) -> list[torch.Tensor]:
+        """All layers: what `tokens_of` and `pooled_of` are made from. Their shapes follow from those of the arguments,
+        and lengths on the host are asked for by the attention alone."""
+        raise NotImplementedError
+
+    def tokens_of(self, features: list[torch.Tensor], metadata: DeviceMetadata) -> list[torch.Tensor]:
+        """What `tokens` returns, of `features` that may belong to a pack with filling behind the images."""
+        raise NotImplementedError
+
+    def pooled_of(self, features: list[torch.Tensor], metadata: DeviceMetadata, pool: str) -> torch.Tensor:
+        """What `forward` returns, of `features` that may belong to a pack with filling behind the images."""
+        raise NotImplementedError
+
     def tokens(
         self, patches_SP: torch.Tensor, metadata: DeviceMetadata, *, deepstack: bool = False
     ) -> list[torch.Tensor]:
         """One vector per merged token, (M, D), in raster order of each image; with `deepstack` the features of the
         inner layers behind them, each (M, D)."""
-        raise NotImplementedError
-
-    def pooled(self, patches_SP: torch.Tensor, metadata: DeviceMetadata, pool: str) -> torch.Tensor:
-        """What `forward` returns, for a `pool` that the tower has."""
-        raise NotImplementedError
+        return self.tokens_of(self.features(patches_SP, metadata, deepstack=deepstack), metadata)
 
     def forward(self, patches_SP: torch.Tensor, metadata: DeviceMetadata, *, pool: str) -> torch.Tensor:
         """One float32 vector per image, (N, D).
@@ -174,7 +191,51 @@ class Tower(nn.Module):
         if pool not in self.pool_widths:
             msg = f"pool {pool!r} is not possible with this tower: use {' or '.join(self.pool_widths)}"
             raise ConfigError(msg)
-        return self.pooled(patches_SP, metadata, pool)
+        return self.pooled_of(self.features(patches_SP, metadata), metadata, pool)
+
+    @property
+    def attentions(self) -> list[PackedAttention]:
+        """The layers' attention modules."""
+        return [module for module in self.layers.modules() if isinstance(module, PackedAttention)]
+
+    @property
+    def head_dim(self) -> int:
+        """Values per attention head."""
+        attention = self.attentions[0]
+        return attention.qkv.out_features // 3 // attention.num_heads
+
+    @property
+    def cost(self) -> PackCost:
+        """Operations of a forward, two for a multiplication and an addition: those of each weight of the layers per
+        token, and of scores and weighted sums per pair. A window's pairs count per token."""
+        weights = sum(weight.numel() for weight in self.layers.parameters() if weight.dim() > 1)
+        per_token, per_pair = 2.0 * (weights + self.patch_weight.numel()), 0.0
+        for attention in self.attentions:
+            per_key = 4.0 * attention.qkv.out_features / 3
+            if attention.windowed:
+                per_token += per_key * ((self.layout.window_size or 0) * self.layout.merge_size) ** 2
+            else:
+                per_pair += per_key
+        return PackCost(per_token=per_token, per_pair=per_pair)
+
+    def use_attention(self, backend: str) -> Self:
+        """Let `backend` compute all attention."""
+        for attention in self.attentions:
+            attention.backend = backend
+        return self
+
+    def use_compiled(self, compiled: bool) -> Self:  # noqa: FBT001  it is the whole question
+        """Run the layers through ``torch.compile``, or plainly. Attention stays outside: what it reads of a pack on the
+        host differs from pack to pack, and would be compiled in."""
+        if compiled and self._compiled is None:
+            self._compiled = [torch.compile(layer) for layer in self.layers]
+        attend: Any = varlen_attention
+        if compiled:
+            attend = torch.compiler.disable(varlen_attention)  # type: ignore[no-untyped-call]
+        for attention in self.attentions:
+            attention.attend = attend
+        self._calls = self._compiled if compiled else None
+        return self
 
 
 def replace_attention(layers: nn.ModuleList, *, returns_weights: bool) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from vlmembed.attention import varlen_pooling
+from vlmembed.attention.varlen import varlen_pooling
 from vlmembed.interpolation import PositionTable
 from vlmembed.layout import TowerLayout
 from vlmembed.towers.base import Parts, Tower, flat_patch_weight, replace_attention
@@ -22,7 +22,7 @@ from vlmembed.towers.blueprint import Blueprint, layout_settings, make_config, o
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vlmembed.attention import DeviceMetadata, DeviceSegments
+    from vlmembed.attention.metadata import DeviceMetadata, DeviceSegments
     from vlmembed.towers.families import Family
     from vlmembed.towers.weights import ModelFiles
 
@@ -94,25 +94,24 @@ class DenseTower(Tower):
         self.projection = dense_parts.projection
         self.pooling = dense_parts.pooling
 
-    def hidden_states(self, patches_SP: torch.Tensor, metadata: DeviceMetadata) -> torch.Tensor:
-        """(T, C) after the last layer, before the final norm."""
-        hidden = self.pre_norm(self.embed_patches(patches_SP, metadata))
-        return self.run_layers(hidden, metadata, self.rotary(metadata))
-
-    def tokens(
+    def features(
         self, patches_SP: torch.Tensor, metadata: DeviceMetadata, *, deepstack: bool = False
     ) -> list[torch.Tensor]:
-        """The ``last_hidden_state`` of transformers without the prefix tokens, (S, C)."""
+        """(T, C) after the last layer, before the final norm."""
         assert not deepstack
-        hidden_TC = self.hidden_states(patches_SP, metadata)
-        return [self.final_norm(hidden_TC.index_select(0, metadata.patch_positions))]
+        hidden = self.pre_norm(self.embed_patches(patches_SP, metadata))
+        return [self.run_layers(hidden, metadata, self.rotary(metadata))]
 
-    def pooled(self, patches_SP: torch.Tensor, metadata: DeviceMetadata, pool: str) -> torch.Tensor:
+    def tokens_of(self, features: list[torch.Tensor], metadata: DeviceMetadata) -> list[torch.Tensor]:
+        """The ``last_hidden_state`` of transformers without the prefix tokens, (S, C)."""
+        return [self.final_norm(features[0].index_select(0, metadata.patch_positions))]
+
+    def pooled_of(self, features: list[torch.Tensor], metadata: DeviceMetadata, pool: str) -> torch.Tensor:
         """``cls``: the first prefix token after its norm. ``head``: CLIP's projection of that, or SigLIP's attention
         pooling. ``mean``: over the patch tokens."""
         if pool == "mean":
-            return self.mean(self.tokens(patches_SP, metadata)[0], metadata)
-        hidden_TC = self.hidden_states(patches_SP, metadata)
+            return self.mean(self.tokens_of(features, metadata)[0], metadata)
+        (hidden_TC,) = features
         if self.pooling is not None:
             pooled: torch.Tensor = self.pooling(self.final_norm(hidden_TC), metadata.segments)
             return pooled.float()

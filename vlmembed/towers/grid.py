@@ -22,7 +22,7 @@ from vlmembed.towers.grid_adapters import ADAPTERS
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from vlmembed.attention import DeviceMetadata
+    from vlmembed.attention.metadata import DeviceMetadata
     from vlmembed.towers.families import Family
     from vlmembed.towers.grid_adapters import GridParts
     from vlmembed.towers.weights import ModelFiles
@@ -47,7 +47,7 @@ class GridTower(Tower):
         block = self.layout.merge_size**2
         return x.view(-1, block * x.shape[-1]).index_select(0, metadata.window_index).view(x.shape)
 
-    def tokens(
+    def features(
         self, patches_SP: torch.Tensor, metadata: DeviceMetadata, *, deepstack: bool = False
     ) -> list[torch.Tensor]:
         """What the language model would be fed, (M, D), and the deepstack features on request."""
@@ -70,10 +70,15 @@ class GridTower(Tower):
             tokens = tokens.index_select(0, metadata.window_reverse)
         return [tokens, *inner]
 
-    def pooled(self, patches_SP: torch.Tensor, metadata: DeviceMetadata, pool: str) -> torch.Tensor:
+    def tokens_of(self, features: list[torch.Tensor], metadata: DeviceMetadata) -> list[torch.Tensor]:
+        """The features of the images' own tokens."""
+        num_merged = len(metadata.patch_positions) // self.layout.merge_size**2
+        return [each_MD[:num_merged] for each_MD in features]
+
+    def pooled_of(self, features: list[torch.Tensor], metadata: DeviceMetadata, pool: str) -> torch.Tensor:
         """Mean over the merged tokens: these towers have no pooled vector of their own."""
         assert pool == "mean"
-        return self.mean(self.tokens(patches_SP, metadata)[0], metadata)
+        return self.mean(features[0], metadata)
 
 
 KIMI_SPELLINGS = {

@@ -1,0 +1,421 @@
+"""Several devices: every row comes once whatever becomes of the workers, and long images are not all one worker's."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psutil
+import pyarrow.parquet as pq
+import pytest
+import torch
+from conftest import make_rule
+from test_end_to_end import COMMAND, many_pictures, run
+
+import vlmembed.worker
+from vlmembed.batch import PackCost, make_batch, open_batch
+from vlmembed.config import EncodeConfig
+from vlmembed.encoder import vector_columns
+from vlmembed.errors import ConfigError, WorkerError
+from vlmembed.exchange import GROWTH_BYTES, LoadOrder, PackOrder, Result, SharedBlock, Trouble
+from vlmembed.towers import open_tower
+from vlmembed.types import EmbeddingBatch, Failure, PatchedImage
+from vlmembed.workers import WorkerPool, _Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from multiprocessing.connection import Connection
+    from pathlib import Path
+
+    from vlmembed.layout import TowerLayout
+    from vlmembed.types import PackedBatch
+
+
+def kill_when_given(monkeypatch: pytest.MonkeyPatch, should_die: Callable[[int, PackedBatch], bool]) -> None:
+    """SIGKILL a worker right after it was given a pack; `should_die` sees the pack's number, from 1, and the pack."""
+    give, given = _Worker.give, 0
+
+    def watched(self: _Worker, job: Any) -> None:  # noqa: ANN401  as there
+        nonlocal given
+        given += 1
+        give(self, job)
+        if should_die(given, job.batch):
+            self.process.kill()
+
+    monkeypatch.setattr(_Worker, "give", watched)
+
+
+@pytest.mark.parametrize("num_workers", [2, 4])
+def test_a_worker_that_is_killed_costs_no_row(
+    num_workers: int, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = many_pictures(tmp_path / "in", 300)
+    settings = {"model": str(tiny_model), "rows_per_part": 100, "max_tokens_per_batch": 60}
+    alone = run(folder, tmp_path / "alone.parquet", **settings)
+    kill_when_given(monkeypatch, lambda number, _: number == 12)
+    devices = ",".join(["cpu"] * num_workers)
+    report = run(folder, tmp_path / "out.parquet", device=devices, **settings)
+    assert report.num_lost_workers == 1
+    assert (report.num_rows, report.num_embedded, report.num_duplicates) == (
+        alone.num_rows,
+        alone.num_embedded,
+        alone.num_duplicates,
+    )
+    assert report.codes == alone.codes
+    assert report.num_tokens == alone.num_tokens
+    tables = [pq.read_table(tmp_path / f"{name}.parquet") for name in ("out", "alone")]
+    assert tables[0].drop(["embedding"]).equals(tables[1].drop(["embedding"]))
+    found, expected = (np.stack(table["embedding"].to_numpy()) for table in tables)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    errors = [pq.read_table(tmp_path / f"{name}.errors.parquet") for name in ("out", "alone")]
+    assert errors[0].equals(errors[1])
+    assert not psutil.Process().children()
+
+
+def test_when_the_last_worker_dies_the_run_says_so_and_the_next_start_goes_on(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = many_pictures(tmp_path / "in", 120)
+    settings = {"model": str(tiny_model), "rows_per_part": 20, "max_tokens_per_batch": 60}
+    with monkeypatch.context() as patch:
+        kill_when_given(patch, lambda number, _: number >= 12)
+        with pytest.raises(
+            WorkerError, match=r"no worker is left: .* died \(killed.*the same command goes on from there"
+        ):
+            run(folder, tmp_path / "out.parquet", device="cpu,cpu", **settings)
+    assert not psutil.Process().children()
+    again = run(folder, tmp_path / "out.parquet", **settings)
+    assert again.num_resumed >= 20
+    assert again.num_rows == again.num_embedded + again.num_duplicates + again.num_failed == 120
+
+
+def test_what_a_worker_cannot_do_is_said_as_if_it_were_asked_of_this_process(tmp_path: Path, tiny_model: Path) -> None:
+    folder = many_pictures(tmp_path / "in", 3)
+    with pytest.raises(ConfigError, match=r"--attention flash3 needs a GPU: use cpu or sdpa"):
+        run(folder, tmp_path / "out.parquet", model=str(tiny_model), device="cpu,cpu", attention="flash3")
+    assert not psutil.Process().children()
+    assert not (tmp_path / "out.parquet.partial").exists()
+
+
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
+def test_workers_end_with_the_run(number: signal.Signals, tmp_path: Path, tiny_model: Path) -> None:
+    """SIGINT to the whole group, as a terminal sends it; SIGKILL to the run alone, which cannot tell its workers."""
+    folder = many_pictures(tmp_path / "in", 2000)
+    settings = ["--model", tiny_model, "--rows-per-part", 20, "--max-tokens-per-batch", 60, "--device", "cpu,cpu"]
+    process = subprocess.Popen(
+        [*COMMAND, *map(str, [folder, tmp_path / "out.parquet", *settings])],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    lines, deadline = tmp_path / "out.parquet.partial" / "parts.jsonl", time.monotonic() + 120
+    while not (lines.exists() and lines.read_text()):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.02)
+    children = psutil.Process(process.pid).children()
+    assert len(children) == 2
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == (130 if number == signal.SIGINT else -number)
+    assert "Traceback" not in stderr
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert not alive
+
+
+# From here on the workers are threads of this process: nothing is imported anew.
+
+
+class ThreadWorker(_Worker):
+    """A worker whose process is a thread; it dies when its end of the connection is closed."""
+
+    def __init__(self, device: str, serve: Callable[[Connection, list[int]], None]) -> None:
+        self.device = device
+        self.blocks = [SharedBlock(), SharedBlock()]
+        self.connection, self.theirs = multiprocessing.Pipe()
+        self.jobs = {}
+        self.num_splits = 0
+        descriptors = [block.descriptor for block in self.blocks]
+        self.thread = threading.Thread(target=serve, args=(self.theirs, descriptors), daemon=True)
+        self.thread.start()
+
+    def exit(self) -> str:  # noqa: D102  as there
+        return "as the test wanted"
+
+    def close(self) -> None:  # noqa: D102  as there
+        self.connection.close()
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+
+
+LINEAR = PackCost(per_token=1.0, per_pair=0.0)
+QUADRATIC = PackCost(per_token=1.0, per_pair=1.0)
+
+
+@pytest.fixture(scope="module")
+def layout(tiny_model: Path) -> TowerLayout:
+    return open_tower(str(tiny_model)).layout
+
+
+def make_pack(rows: list[int], grids: list[tuple[int, int]], layout: TowerLayout) -> PackedBatch:
+    images = [
+        PatchedImage(
+            row=row,
+            patches=np.random.default_rng(row).integers(0, 256, (h * w, 588), np.uint8),
+            grid_hw=(h, w),
+            size_hw=(1, 1),
+        )
+        for row, (h, w) in zip(rows, grids, strict=True)
+    ]
+    return make_batch(images, layout)
+
+
+def echo(connection: Connection, descriptors: list[int]) -> None:
+    """A worker that gives back the sum of each image's patches, one image at a time."""
+    blocks = [SharedBlock(os.dup(descriptor)) for descriptor in descriptors]
+    try:
+        while True:
+            order = connection.recv()
+            batch = open_batch(order.header, blocks[order.slot].view(order.header.layout.num_bytes))
+            for value in echoed(batch):
+                connection.send(Result(value=value, num_splits=0))
+    except (EOFError, OSError):
+        connection.close()
+        for block in blocks:
+            block.close()
+
+
+def echoed(batch: PackedBatch) -> Iterator[EmbeddingBatch | Failure]:
+    starts = np.concatenate([[0], np.cumsum(batch.grid_hw.prod(axis=1))])
+    for index in range(len(batch.rows)):
+        total = batch.patches[starts[index] : starts[index + 1]].sum(dtype=np.float64)
+        yield EmbeddingBatch(
+            rows=batch.rows[index : index + 1].copy(),
+            grid_hw=batch.grid_hw[index : index + 1].copy(),
+            size_hw=batch.size_hw[index : index + 1].copy(),
+            vectors={"sum": np.array([[total]], np.float32)},
+        )
+
+
+def sums(results: list[EmbeddingBatch | Failure | None]) -> dict[int, float]:
+    """By row; fails where a row came twice."""
+    found: dict[int, float] = {}
+    for result in results:
+        if isinstance(result, EmbeddingBatch):
+            for row, value in zip(result.rows.tolist(), result.vectors["sum"][:, 0].tolist(), strict=True):
+                assert row not in found
+                found[row] = value
+    return found
+
+
+def some_packs(layout: TowerLayout, count: int = 40) -> list[PackedBatch]:
+    """Packs of one to six images, the largest far larger than the first."""
+    generator = np.random.default_rng(1)
+    packs, row = [], 0
+    for number in range(count):
+        size = int(generator.integers(1, 7))
+        grids = [(int(h), int(w)) for h, w in generator.integers(1, 4 + 2 * number, (size, 2))]
+        packs.append(make_pack(list(range(row, row + size)), grids, layout))
+        row += size
+    return packs
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 5])
+def test_results_come_once_each_through_blocks_that_grow(num_workers: int, layout: TowerLayout) -> None:
+    packs = some_packs(layout)
+    assert max(len(batch.block) for batch in packs) > 4 * GROWTH_BYTES
+    pool = WorkerPool([ThreadWorker("cpu", echo) for _ in range(num_workers)], LINEAR)
+    found = sums(list(pool.stream([None, *packs[:20], None, None, *packs[20:]])))
+    pool.close()
+    assert found == sums([value for batch in packs for value in echoed(batch)])
+
+
+def dies_at(call: int) -> Callable[[Connection, list[int]], None]:
+    """A worker that delivers the first image of its `call`-th pack, and is gone."""
+
+    def serve(connection: Connection, descriptors: list[int]) -> None:
+        blocks = [SharedBlock(os.dup(descriptor)) for descriptor in descriptors]
+        for number in range(1, call + 1):
+            order = connection.recv()
+            batch = open_batch(order.header, blocks[order.slot].view(order.header.layout.num_bytes))
+            for value in list(echoed(batch))[: None if number < call else 1]:
+                connection.send(Result(value=value, num_splits=number))
+        connection.close()
+
+    return serve
+
+
+def test_half_a_pack_from_a_worker_that_dies_is_not_delivered(layout: TowerLayout) -> None:
+    packs = [make_pack([3 * n, 3 * n + 1, 3 * n + 2], [(2, 2)] * 3, layout) for n in range(20)]
+    workers = [ThreadWorker("cpu", serve) for serve in (dies_at(1), dies_at(3), echo)]
+    pool = WorkerPool(list(workers), LINEAR)
+    found = sums(list(pool.stream(packs)))
+    assert (pool.num_lost, pool.num_splits) == (2, 4)
+    pool.close()
+    assert found == sums([value for batch in packs for value in echoed(batch)])
+
+
+def test_a_pack_that_workers_die_of_is_not_given_to_all_of_them(layout: TowerLayout) -> None:
+    def serve(connection: Connection, descriptors: list[int]) -> None:
+        blocks = [SharedBlock(os.dup(descriptor)) for descriptor in descriptors]
+        rows: list[int] = []
+        try:
+            while 7 not in rows:
+                order = connection.recv()
+                batch = open_batch(order.header, blocks[order.slot].view(order.header.layout.num_bytes))
+                rows = batch.rows.tolist()
+                for value in echoed(batch) if 7 not in rows else ():
+                    connection.send(Result(value=value, num_splits=0))
+        except (EOFError, OSError):
+            pass
+        connection.close()
+
+    pool = WorkerPool([ThreadWorker("cpu", serve) for _ in range(4)], LINEAR)
+    packs = [make_pack([row], [(2, 2)], layout) for row in range(12)]
+    with pytest.raises(WorkerError, match=r"2 workers died with the same pack of 1 images in hand .*, rows 7"):
+        list(pool.stream(packs))
+    assert pool.num_lost == 2
+    pool.close()
+
+
+def test_an_error_inside_a_worker_is_a_death_with_last_words(layout: TowerLayout) -> None:
+    def serve(connection: Connection, _: list[int]) -> None:
+        connection.recv()
+        connection.send(Trouble(text="CUDA error: an illegal memory access was encountered"))
+        connection.close()
+
+    packs = some_packs(layout, 6)
+    pool = WorkerPool([ThreadWorker("cuda:1", serve), ThreadWorker("cuda:0", echo)], LINEAR)
+    assert sums(list(pool.stream(packs))) == sums([value for batch in packs for value in echoed(batch)])
+    pool.close()
+    pool = WorkerPool([ThreadWorker("cuda:1", serve)], LINEAR)
+    with pytest.raises(WorkerError, match=r"no worker is left: the last one, on cuda:1, .*illegal memory access"):
+        list(pool.stream(packs))
+
+
+@pytest.mark.parametrize(("cost", "together"), [(LINEAR, 1), (QUADRATIC, 3)])
+def test_a_long_image_weighs_by_its_square(cost: PackCost, together: int, layout: TowerLayout) -> None:
+    """One image of 401 tokens, then packs of 405 in 81 images: by tokens alone the second worker gets no more than the
+    first; by operations it gets both that it can have in hand before the first gets another."""
+
+    def holds(connection: Connection, _: list[int]) -> None:
+        try:
+            while True:
+                connection.recv()
+        except (EOFError, OSError):
+            connection.close()
+
+    workers = [ThreadWorker("cpu", holds) for _ in range(2)]
+    pool = WorkerPool(list(workers), cost)
+    long = make_pack([0], [(20, 20)], layout)
+    short = [make_pack(list(range(81 * n, 81 * n + 81)), [(2, 2)] * 81, layout) for n in range(1, 3)]
+    assert (long.num_tokens, short[0].num_tokens) == (401, 405)
+    stream = pool.stream([long, *short])
+    next(stream)
+    given = [sorted(job.batch.num_tokens for job in worker.jobs.values()) for worker in workers]
+    assert given == ([[401, 405], [405]] if together == 1 else [[401], [405, 405]])
+    pool.close()
+
+
+def test_the_cost_of_a_tower_is_its_operations(tiny_model: Path) -> None:
+    tower = open_tower(str(tiny_model)).load(dtype=torch.float32, device=torch.device("cpu"))
+    width, layers = 32, 2
+    per_layer = 2 * (3 * width**2 + width**2 + 2 * 4 * width**2)
+    assert tower.cost.per_token == layers * per_layer + 2 * width * 588
+    assert tower.cost.per_pair == layers * 4 * width
+    assert tower.cost.of(np.array([3, 5])) == 8 * tower.cost.per_token + 34 * tower.cost.per_pair
+
+
+def test_the_worker_itself_gives_what_an_encoder_gives(tiny_model: Path) -> None:
+    """`serve`, as it runs in the process: load, encode, give back at once when nothing waits, end when the run does."""
+    blueprint = open_tower(str(tiny_model))
+    config = EncodeConfig(inputs=("x",), output="y", model=str(tiny_model), dtype="fp32", device="cpu,cpu")
+    rule = make_rule(blueprint.layout)
+    order = LoadOrder(
+        config=config,
+        vectors=vector_columns(config, blueprint),
+        rule=rule,
+        num_rows=10,
+        device="cpu",
+        num_workers=1,
+        log_level=40,
+    )
+    worker = ThreadWorker("cpu", vlmembed.worker.serve)
+    worker.connection.send(order)
+    settled = worker.connection.recv()
+    assert (settled.config.attention, settled.config.compile, settled.config.cuda_graphs) == ("cpu", "off", "off")
+    assert settled.cost == blueprint.load(dtype=torch.float32, device=torch.device("cpu")).cost
+    batch = make_pack([5, 9], [(3, 2), (4, 4)], blueprint.layout)
+    worker.blocks[1].reserve(len(batch.block))[:] = batch.block
+    worker.connection.send(PackOrder(slot=1, header=batch.header))
+    result = worker.connection.recv().value
+    from vlmembed.encoder import Encoder  # noqa: PLC0415
+
+    encoder = Encoder(
+        blueprint.load(dtype=torch.float32, device=torch.device("cpu")),
+        vectors=order.vectors,
+        pool="cls",
+        normalize=True,
+    )
+    np.testing.assert_allclose(result.vectors["embedding"], encoder.encode(batch).vectors["embedding"], atol=1e-6)
+    assert result.rows.tolist() == [5, 9]
+    worker.close()
+
+
+def test_a_worker_that_breaks_tells_its_last_words(tiny_model: Path) -> None:
+    blueprint = open_tower(str(tiny_model))
+    config = EncodeConfig(inputs=("x",), output="y", model=str(tiny_model / "no such folder"), dtype="fp32")
+    order = LoadOrder(
+        config=config,
+        vectors=vector_columns(config, blueprint),
+        rule=make_rule(blueprint.layout),
+        num_rows=10,
+        device="cpu",
+        num_workers=1,
+        log_level=40,
+    )
+    worker = ThreadWorker("cpu", vlmembed.worker.serve)
+    worker.connection.send(order)
+    assert isinstance(worker.connection.recv().error, vlmembed.errors.VlmembedError)
+    worker.close()
+    worker = ThreadWorker("cpu", vlmembed.worker.serve)
+    worker.connection.send("nonsense")
+    trouble = worker.connection.recv()
+    assert trouble.error is None
+    assert "Traceback" in trouble.text
+    worker.close()
+
+
+def test_a_block_is_seen_by_both_sides_and_grows() -> None:
+    ours, theirs = SharedBlock(), None
+    theirs = SharedBlock(os.dup(ours.descriptor))
+    ours.reserve(10)[:] = 7
+    assert theirs.view(10).tolist() == [7] * 10
+    old = ours.reserve(10)
+    big = ours.reserve(3 * GROWTH_BYTES + 1)
+    big[-1] = 9
+    assert theirs.view(3 * GROWTH_BYTES + 1)[-1] == 9
+    assert old.tolist() == [7] * 10
+    ours.close()
+    theirs.close()
+
+
+def test_nothing_of_a_caller_script_runs_in_a_worker(tmp_path: Path) -> None:
+    """No guard against `__main__` is needed, as multiprocessing would need it."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "print('once')\nfrom vlmembed.workers import _Worker\n"
+        "worker = _Worker('cpu')\nworker.connection.close()\nprint(worker.process.wait(60))\n"
+    )
+    printed = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout
+    assert printed == "once\n0\n"

@@ -1,0 +1,142 @@
+"""What can compute varlen attention, where each backend may run, and on what it has been executed. Knows no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FLASH_MIN_CAPABILITY = 8
+"""Ampere: the first generation that the flash kernels run on."""
+
+MAX_HEAD_DIM = 256
+HEAD_DIM_UNIT = 8
+"""What the flash kernels ask of a head: at most so wide, and a multiple of that."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Backend:
+    """A way to compute varlen attention.
+
+    Attributes:
+        name: as ``--attention`` takes it.
+        title: as people call it.
+        function: module and function that it calls, or empty for our own.
+        install: command that installs it where it is a package of its own.
+        runs_on: for people.
+        executed: on what this project has executed it.
+        capabilities: first and last major compute capability of the GPUs it runs on; None for no GPU.
+    """
+
+    name: str
+    title: str
+    function: tuple[str, str] | None = None
+    install: str = ""
+    runs_on: str
+    executed: str
+    capabilities: tuple[int, int] | None = None
+
+    @property
+    def is_flash(self) -> bool:
+        """It takes half precision only, and segments as `cu_seqlens` and `max_seqlen` alone: no lengths on the host,
+        so a CUDA graph can hold it."""
+        return self.function is not None
+
+
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend
+    for backend in (
+        Backend(
+            name="flash4",
+            title="FlashAttention-4",
+            function=("flash_attn.cute", "flash_attn_varlen_func"),
+            install="pip install --pre flash-attn-4",
+            runs_on="Hopper, Blackwell; bf16, fp16",
+            executed="never executed",
+            capabilities=(9, 99),
+        ),
+        Backend(
+            name="flash3",
+            title="FlashAttention-3",
+            function=("flash_attn_interface", "flash_attn_varlen_func"),
+            install='pip install "git+https://github.com/Dao-AILab/flash-attention.git#subdirectory=hopper"',
+            runs_on="Hopper; bf16, fp16",
+            executed="never executed",
+            capabilities=(9, 9),
+        ),
+        Backend(
+            name="flash2",
+            title="FlashAttention-2",
+            function=("flash_attn.flash_attn_interface", "flash_attn_varlen_func"),
+            install="pip install flash-attn --no-build-isolation",
+            runs_on="Ampere and later; bf16, fp16",
+            executed="never executed",
+            capabilities=(FLASH_MIN_CAPABILITY, 99),
+        ),
+        Backend(
+            name="torch",
+            title="torch's varlen_attn",
+            function=("torch.nn.attention.varlen", "varlen_attn"),
+            runs_on="Ampere and later; bf16, fp16",
+            executed="never executed",
+            capabilities=(FLASH_MIN_CAPABILITY, 99),
+        ),
+        Backend(
+            name="sdpa",
+            title="torch's SDPA per run of equal segments",
+            runs_on="any GPU, CPU; fp32 too",
+            executed="CPU; never on a GPU",
+            capabilities=(0, 99),
+        ),
+        Backend(
+            name="cpu",
+            title="bmm per run of equal segments",
+            runs_on="CPU",
+            executed="CPU",
+        ),
+    )
+}
+"""By name; `tests/flash_signatures.json` says against which versions the calls were checked."""
+
+
+def preferred(capability: int | None, dtype: str) -> tuple[str, ...]:
+    """What ``--attention auto`` tries, in that order, on a GPU of this major compute capability (None: on a CPU) for
+    layers of `dtype`; the last one needs no package."""
+    if capability is None:
+        return ("cpu",)
+    if dtype == "fp32" or capability < FLASH_MIN_CAPABILITY:
+        return ("sdpa",)
+    own = {9: ("flash3",)}.get(capability, ("flash4",) if capability > 9 else ())  # noqa: PLR2004  Hopper; Blackwell
+    return (*own, "flash2", "torch")
+
+
+def refusal(name: str, *, capability: int | None, dtype: str, head_dim: int) -> str | None:
+    """Why backend `name` cannot run there, with what to do instead; None where it can."""
+    backend = BACKENDS[name]
+    if capability is None and backend.capabilities is not None and name != "sdpa":
+        return f"--attention {name} needs a GPU: use cpu or sdpa"
+    if capability is not None:
+        if backend.capabilities is None:
+            return f"--attention {name} is for the CPU: use {preferred(capability, dtype)[-1]}"
+        first, last = backend.capabilities
+        if not first <= capability <= last:
+            return (
+                f"--attention {name} runs on {backend.runs_on}; this GPU has compute capability {capability}: use "
+                f"{preferred(capability, dtype)[-1]}"
+            )
+    if backend.is_flash and dtype == "fp32":
+        return f"--attention {name} takes bf16 and fp16, and the layers have fp32: use sdpa, or another --dtype"
+    if backend.is_flash and (head_dim % HEAD_DIM_UNIT or head_dim > MAX_HEAD_DIM):
+        return (
+            f"--attention {name} takes heads of up to {MAX_HEAD_DIM} values, in steps of {HEAD_DIM_UNIT}, and this "
+            f"tower's have {head_dim}: use sdpa"
+        )
+    return None
+
+
+def table() -> list[tuple[str, ...]]:
+    """One row per backend, for README and ``vlmembed models``."""
+    head = ("--attention", "What it is", "Runs on", "Install", "Executed on")
+    rows = [
+        (backend.name, backend.title, backend.runs_on, backend.install or "-", backend.executed)
+        for backend in BACKENDS.values()
+    ]
+    return [head, *rows]

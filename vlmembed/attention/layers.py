@@ -1,0 +1,93 @@
+"""The module that brings varlen attention into transformers' layers, and what it is made of.
+
+Shape legend: T tokens of a pack, H heads, d head width, C = H * d.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from vlmembed.attention.varlen import varlen_attention
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vlmembed.attention.metadata import DeviceMetadata
+
+
+def rotate(x_THd: torch.Tensor, cos_Td: torch.Tensor, sin_Td: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding in float32: x * cos + rotate_half(x) * sin, where rotate_half swaps the halves of d and negates
+    the first (J. Su et al., RoFormer, 2021, in the layout of transformers' vision towers)."""
+    x = x_THd.float()
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return (x * cos_Td[:, None] + turned * sin_Td[:, None]).to(x_THd.dtype)
+
+
+def fused(*projections: nn.Linear) -> nn.Linear:
+    """Several projections of one input as one, so that a layer reads its input once; an absent bias counts as 0."""
+    first = projections[0]
+    has_bias = any(projection.bias is not None for projection in projections)
+    num_out = sum(projection.out_features for projection in projections)
+    linear = nn.Linear(first.in_features, num_out, bias=has_bias, device="meta")
+    linear.weight = nn.Parameter(torch.cat(tuple(projection.weight for projection in projections)), requires_grad=False)
+    if has_bias:
+        biases = tuple(
+            projection.weight.new_zeros(projection.out_features) if projection.bias is None else projection.bias
+            for projection in projections
+        )
+        linear.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+    return linear
+
+
+class PackedAttention(nn.Module):
+    """Stands in for a transformers attention module: its projections, our attention.
+
+    Attributes:
+        windowed: attend inside windows rather than inside images.
+        returns_weights: the layer around it expects a pair, as transformers' attention returns, and drops the second.
+        backend: name of the backend that computes it.
+        attend: `varlen_attention`, or a stand-in that calls it.
+    """
+
+    def __init__(
+        self,
+        qkv: nn.Linear,
+        output: nn.Module,
+        *,
+        num_heads: int,
+        scale: float,
+        windowed: bool = False,
+        returns_weights: bool = True,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.scale = scale
+        self.windowed = windowed
+        self.returns_weights = returns_weights
+        self.backend = "cpu"
+        self.attend: Callable[..., torch.Tensor] = varlen_attention
+        self.qkv = qkv
+        self.output = output
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        metadata: DeviceMetadata,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **_: object,
+    ) -> torch.Tensor | tuple[torch.Tensor, None]:
+        """(T, C) or (1, T, C) to the same; `position_embeddings` are cosine and sine, each (T, d)."""
+        num_tokens = hidden_states.shape[-2]
+        q, k, v = self.qkv(hidden_states).view(num_tokens, 3, self.num_heads, -1).unbind(1)
+        if position_embeddings is not None:
+            q, k = rotate(q, *position_embeddings), rotate(k, *position_embeddings)
+        segments = metadata.windows if self.windowed else metadata.segments
+        assert segments is not None
+        out_THd = self.attend(q, k, v, segments, scale=self.scale, backend=self.backend)
+        out: torch.Tensor = self.output(out_THd.view(*hidden_states.shape[:-1], -1))
+        return (out, None) if self.returns_weights else out

@@ -1,0 +1,205 @@
+"""Varlen attention over the segments of a pack, by whichever backend was chosen.
+
+Shape legend: T tokens of a pack, L tokens per segment, N segments, H heads, d head width.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F  # noqa: N812  the field's own name for it
+
+from vlmembed.attention.backends import BACKENDS, preferred, refusal
+from vlmembed.errors import ConfigError, MissingExtraError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vlmembed.attention.metadata import DeviceSegments
+
+    Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, DeviceSegments, float], torch.Tensor]
+
+logger = logging.getLogger(__name__)
+
+MAX_SCORES = 2**26
+"""Attention scores held at a time: 256 MiB in float32, beside a softmax of the same size."""
+
+
+def varlen_attention(
+    q_THd: torch.Tensor,
+    k_THd: torch.Tensor,
+    v_THd: torch.Tensor,
+    segments: DeviceSegments,
+    *,
+    scale: float,
+    backend: str = "cpu",
+) -> torch.Tensor:
+    """Softmax attention inside each segment of a pack, (T, H, d) to (T, H, d).
+
+    Formula: softmax(scale * q k^T) v per segment and head. Lengths come from the host, or stay on the device: nothing
+    is computed of them here, and nothing waits for the device.
+    """
+    if backend == "cpu":
+        return _by_runs(_bmm_attention, q_THd, k_THd, v_THd, segments.runs, scale=scale)
+    if backend == "sdpa":
+        return _by_runs(_sdpa, q_THd, k_THd, v_THd, segments.runs, scale=scale)
+    return load_kernel(backend)(q_THd, k_THd, v_THd, segments, scale)
+
+
+def pick_attention(name: str, *, device: torch.device, dtype: str, head_dim: int) -> str:
+    """The backend that ``--attention`` means for layers of `dtype` with heads of `head_dim` values.
+
+    Raises:
+        ConfigError: the one that is asked for cannot run there.
+        MissingExtraError: it is not installed.
+    """
+    capability = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None
+    if name != "auto":
+        if problem := refusal(name, capability=capability, dtype=dtype, head_dim=head_dim):
+            raise ConfigError(problem)
+        if BACKENDS[name].is_flash:
+            load_kernel(name)
+        return name
+    for candidate in preferred(capability, dtype):
+        if problem := refusal(candidate, capability=capability, dtype=dtype, head_dim=head_dim):
+            logger.info("%s", problem)
+            continue
+        try:
+            if BACKENDS[candidate].is_flash:
+                load_kernel(candidate)
+        except MissingExtraError as error:
+            logger.info("%s", error)
+            continue
+        return candidate
+    return "sdpa"
+
+
+@cache
+def load_kernel(name: str) -> Kernel:
+    """The flash backend `name` as a function of q, k, v, segments and scale.
+
+    Raises:
+        MissingExtraError: its package is not installed, or cannot be loaded beside this torch.
+    """
+    backend = BACKENDS[name]
+    assert backend.function is not None
+    module_name, function_name = backend.function
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError, OSError) as error:
+        remedy = f"install it with: {backend.install}" if backend.install else "it comes with torch 2.10 and later"
+        msg = f"--attention {name} needs {backend.title}, which cannot be loaded ({error}); {remedy}"
+        raise MissingExtraError(msg) from error
+    return _torch_kernel(function) if name == "torch" else _flash_kernel(function)
+
+
+def _flash_kernel(function: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]) -> Kernel:
+    """FlashAttention 2, 3 and 4 share these keywords; some versions return the log-sum-exp beside the output."""
+
+    def attend(
+        q_THd: torch.Tensor, k_THd: torch.Tensor, v_THd: torch.Tensor, segments: DeviceSegments, scale: float
+    ) -> torch.Tensor:
+        result = function(
+            q_THd,
+            k_THd,
+            v_THd,
+            cu_seqlens_q=segments.cu_seqlens,
+            cu_seqlens_k=segments.cu_seqlens,
+            max_seqlen_q=segments.max_seqlen,
+            max_seqlen_k=segments.max_seqlen,
+            softmax_scale=scale,
+        )
+        return result[0] if isinstance(result, tuple) else result
+
+    return attend
+
+
+def _torch_kernel(function: Callable[..., torch.Tensor]) -> Kernel:
+    """Torch 2.10 knows no `scale` and uses 1 / sqrt(d), which is every tower's."""
+    takes_scale = "scale" in inspect.signature(function).parameters
+
+    def attend(
+        q_THd: torch.Tensor, k_THd: torch.Tensor, v_THd: torch.Tensor, segments: DeviceSegments, scale: float
+    ) -> torch.Tensor:
+        assert takes_scale or scale == q_THd.shape[-1] ** -0.5
+        return function(
+            q_THd,
+            k_THd,
+            v_THd,
+            segments.cu_seqlens,
+            segments.cu_seqlens,
+            segments.max_seqlen,
+            segments.max_seqlen,
+            **({"scale": scale} if takes_scale else {}),
+        )
+
+    return attend
+
+
+def _by_runs(
+    attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor],
+    q_THd: torch.Tensor,
+    k_THd: torch.Tensor,
+    v_THd: torch.Tensor,
+    runs: tuple[tuple[int, int], ...],
+    *,
+    scale: float,
+) -> torch.Tensor:
+    """`attention`, over (N, H, L, d), for each run: the segments of a run have one length and are one batched call."""
+    num_heads, head_dim = q_THd.shape[1:]
+    out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
+    start = 0
+    for length, count in runs:
+        stop = start + length * count
+
+        def by_head(x_THd: torch.Tensor, start: int = start, stop: int = stop, length: int = length) -> torch.Tensor:
+            return x_THd[start:stop].view(-1, length, num_heads, head_dim).transpose(1, 2)
+
+        out_NHLd = attention(by_head(q_THd), by_head(k_THd), by_head(v_THd), scale)
+        out_THd[start:stop].view(-1, length, num_heads, head_dim).copy_(out_NHLd.transpose(1, 2))
+        start = stop
+    assert start == len(q_THd), "a backend that goes by runs was given segments without them"
+    return out_THd
+
+
+def _sdpa(q_NHLd: torch.Tensor, k_NHLd: torch.Tensor, v_NHLd: torch.Tensor, scale: float) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q_NHLd, k_NHLd, v_NHLd, scale=scale)
+
+
+def _bmm_attention(q_NHLd: torch.Tensor, k_NHLd: torch.Tensor, v_NHLd: torch.Tensor, scale: float) -> torch.Tensor:
+    """``bmm -> softmax -> bmm``; the queries are taken in slices that keep the scores within `MAX_SCORES`."""
+    shape = q_NHLd.shape
+    length = shape[2]
+    q, k, v = (x.reshape(-1, length, shape[3]) for x in (q_NHLd, k_NHLd, v_NHLd))
+    parts = [
+        torch.bmm(torch.softmax(_scores(part, k, scale), dim=-1), v)
+        for part in torch.split(q, max(1, MAX_SCORES // (len(q) * length)), dim=1)
+    ]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).view(shape)
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+    """Scale * q k^T; scaled inside the product, so that half precision does not overflow before it."""
+    unused = q.new_empty(q.shape[0], q.shape[1], k.shape[1])
+    return torch.baddbmm(unused, q, k.transpose(1, 2), beta=0, alpha=scale)
+
+
+def varlen_pooling(
+    q_Hd: torch.Tensor, k_THd: torch.Tensor, v_THd: torch.Tensor, segments: DeviceSegments, *, scale: float
+) -> torch.Tensor:
+    """One query that attends to each segment in turn: (N, H, d)."""
+    num_heads, head_dim = q_Hd.shape
+    pooled, start = [], 0
+    for length, count in segments.runs:
+        stop = start + length * count
+        k_NLHd = k_THd[start:stop].view(count, length, num_heads, head_dim)
+        v_NLHd = v_THd[start:stop].view(count, length, num_heads, head_dim)
+        weights_NLH = torch.softmax((k_NLHd * q_Hd).sum(-1, dtype=torch.float32) * scale, dim=1).to(v_THd.dtype)
+        pooled.append((weights_NLH[..., None] * v_NLHd).sum(1))
+        start = stop
+    return torch.cat(pooled)

@@ -1,0 +1,340 @@
+"""What a loaded tower and its device decide of a run: attention, token budget, compiling, CUDA graphs.
+
+Measured on a calibration pack before the first real one, and recorded: a run that goes on later takes these decisions
+over, so that it makes the same bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import statistics
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from vlmembed.attention.backends import BACKENDS
+from vlmembed.attention.varlen import pick_attention
+from vlmembed.batch import make_batch
+from vlmembed.devices import processor_name
+from vlmembed.encoder import Encoder, is_out_of_memory, pick_pool
+from vlmembed.errors import ConfigError, MissingExtraError
+from vlmembed.graphs import CudaGraphs, GraphRunner
+from vlmembed.types import PatchedImage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from vlmembed.batch import PackCost
+    from vlmembed.config import EncodeConfig
+    from vlmembed.graphs import GraphApi
+    from vlmembed.layout import ResizeRule
+    from vlmembed.schema import VectorColumn
+    from vlmembed.towers.blueprint import Blueprint
+    from vlmembed.types import PackedBatch
+
+logger = logging.getLogger(__name__)
+
+CPU_PACK_TOKENS = 2048
+"""Aim of the token budget on a CPU, where larger packs fall out of the cache; rounded up to whole images."""
+
+MAX_PACK_TOKENS = 65_536
+"""Token budget of a GPU with memory to spare: what the longest picture of a Qwen processor has."""
+
+MEMORY_SHARE = 0.7
+"""Share of a GPU's free memory that a pack may take; the rest is for blocks that do not fit together."""
+
+CALIBRATION_TOKENS = 4096
+CALIBRATION_SIDE = 1024
+"""The calibration pack: so many tokens, of square pictures of so many pixels a side."""
+
+MIN_PACKS_TO_MEASURE = 256
+MIN_SECONDS_TO_COMPILE = 1800.0
+"""A job of fewer packs is not worth a measurement; one of less time, not the minute that compiling may take."""
+
+MIN_GAIN = 1.05
+"""By how much what is to replace the plain layers must be faster: less is noise."""
+
+ROUNDS = 5
+UNMEASURED_ROUNDS = 3
+
+GRAPHS_CONFIRMED = False
+"""Whether the path through CUDA graphs has run on a GPU and been seen to give what the plain layers give."""
+
+
+Way = dict[str, bool]
+"""`compiled` and `graphs`, each on or off."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settled:
+    """What was decided, and what is to be recorded.
+
+    Attributes:
+        config: with `attention`, `compile`, `cuda_graphs` and `max_tokens_per_batch` decided.
+        model: what was loaded. backend: what computes it, and why.
+        cost: of the tower's forward.
+    """
+
+    config: EncodeConfig
+    model: dict[str, Any]
+    backend: dict[str, Any]
+    cost: PackCost
+
+
+class Meter(Protocol):
+    """Measures the memory of a device, in bytes."""
+
+    def free(self) -> int:
+        """What could be allocated now."""
+
+    def peak(self, work: Callable[[], object]) -> int:
+        """The most that `work` holds at a time beyond what was held before."""
+
+
+class CudaMeter:
+    """A GPU's memory, as torch's allocator counts it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def free(self) -> int:
+        """What the driver has free, and what the allocator holds without using it."""
+        cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return int(torch.cuda.mem_get_info(self._device)[0]) + cached
+
+    def peak(self, work: Callable[[], object]) -> int:
+        """Peak over the level before."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        work()
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_allocated(self._device) - before
+
+
+def load_encoder(
+    config: EncodeConfig,
+    blueprint: Blueprint,
+    vectors: tuple[VectorColumn, ...],
+    *,
+    rule: ResizeRule,
+    num_rows: int,
+    device: torch.device,
+) -> tuple[Encoder, Settled]:
+    """Load the tower, and decide what is left to decide.
+
+    Raises:
+        ConfigError: a setting that this device, or this tower on it, cannot do.
+        ModelError: from `Blueprint.load`. MissingExtraError: a package that a setting needs.
+    """
+    encoder = Encoder.load(config, blueprint, vectors, device)
+    meter = CudaMeter(device) if device.type == "cuda" else None
+    settled, reasons = settle(config, encoder, rule=rule, num_rows=num_rows, meter=meter)
+    files = blueprint.files
+    model = {
+        "weights_sha256": encoder.tower.weights_sha256,
+        "width": vectors[0].width,
+        "patches_per_token": blueprint.layout.merge_size**2,
+        "name": os.fspath(config.model),
+        "revision": files.revision,
+        "config_sha256": files.config_sha256,
+        "family": blueprint.family.title,
+        "aligned_with_text": blueprint.family.aligned and pick_pool(config, blueprint) == "head",
+    }
+    backend = {
+        "device": settled.device,
+        "processor": processor_name(device),
+        "attention": f"{settled.attention}: {BACKENDS[settled.attention].title}",
+        "compile": settled.compile,
+        "cuda_graphs": settled.cuda_graphs,
+        "reasons": reasons,
+    }
+    return encoder, Settled(config=settled, model=model, backend=backend, cost=encoder.tower.cost)
+
+
+def settle(
+    config: EncodeConfig,
+    encoder: Encoder,
+    *,
+    rule: ResizeRule,
+    num_rows: int,
+    meter: Meter | None = None,
+    graph_api: Callable[[], GraphApi] = CudaGraphs,
+) -> tuple[EncodeConfig, dict[str, str]]:
+    """Decide attention, token budget, compiling and graphs, in this order, and set the encoder up accordingly.
+
+    Returns the config with them, and a reason for each that was `auto`.
+
+    Raises:
+        ConfigError, MissingExtraError: as for `load_encoder`.
+    """
+    tower, reasons = encoder.tower, {}
+    attention = pick_attention(
+        config.attention, device=encoder.device, dtype=config.dtype, head_dim=encoder.tower.head_dim
+    )
+    tower.use_attention(attention)
+    config = replace(config, attention=attention)
+    if config.cuda_graphs == "on":
+        _check_graphs(encoder, attention)
+    budget = config.max_tokens_per_batch
+    if budget is None:
+        budget = auto_budget(encoder, rule, meter)
+        config = replace(config, max_tokens_per_batch=budget)
+    batch = calibration_batch(rule, budget)
+    runs = Variants(encoder, rule, budget=budget, graph_api=graph_api)
+    compiling, reasons["compile"] = _settle_compile(config, runs, batch, num_rows=num_rows)
+    graphs, reasons["cuda_graphs"] = _settle_graphs(config, runs, batch, num_rows=num_rows)
+    runs.use(compiled=compiling, graphs=graphs)
+    for name, reason in reasons.items():
+        logger.info("%s %s: %s", name, "on" if {"compile": compiling}.get(name, graphs) else "off", reason)
+    settled = replace(config, compile="on" if compiling else "off", cuda_graphs="on" if graphs else "off")
+    return settled, reasons
+
+
+class Variants:
+    """The ways in which an encoder can run its layers.
+
+    Attributes:
+        is_compiled: the way in use.
+    """
+
+    def __init__(
+        self, encoder: Encoder, rule: ResizeRule, *, budget: int, graph_api: Callable[[], GraphApi] = CudaGraphs
+    ) -> None:
+        self.encoder = encoder
+        self.is_compiled = False
+        self._rule = rule
+        self._budget = budget
+        self._graph_api = graph_api
+        self._is_warm = False
+        self._runners: dict[bool, GraphRunner] = {}  # of plain and of compiled layers
+
+    def use(self, *, compiled: bool, graphs: bool) -> None:
+        """Run the layers this way from now on; the first time, compiling them takes a minute or so."""
+        encoder = self.encoder
+        encoder.graphs = None
+        encoder.tower.use_compiled(compiled)
+        if compiled and not self._is_warm:  # never inside a capture
+            for tokens in (self._budget // 2, self._budget):  # the second size makes the number of tokens a variable
+                encoder.encode(calibration_batch(self._rule, tokens))
+            self._is_warm = True
+        if graphs and compiled not in self._runners:
+            self._runners[compiled] = GraphRunner(
+                encoder.tower, self._graph_api(), max_patches=self._budget, deepstack=encoder.deepstack
+            )
+        encoder.graphs = self._runners[compiled] if graphs else None
+        self.is_compiled = compiled
+
+    def seconds(self, batch: PackedBatch, ways: Mapping[str, Way]) -> dict[str, float]:
+        """Median seconds of a pack each way, interleaved, after unmeasured rounds: a graph is captured when its shape
+        comes for the second time."""
+        timings: dict[str, list[float]] = {name: [] for name in ways}
+        for number in range(UNMEASURED_ROUNDS + ROUNDS):
+            for name, way in ways.items():
+                self.use(**way)
+                began = time.perf_counter()
+                self.encoder.encode(batch)
+                if number >= UNMEASURED_ROUNDS:
+                    timings[name].append(time.perf_counter() - began)
+        return {name: statistics.median(values) for name, values in timings.items()}
+
+
+def _check_graphs(encoder: Encoder, attention: str) -> None:
+    if encoder.device.type != "cuda":
+        msg = f"--cuda-graphs on needs a GPU, and the device is {encoder.device}: use off or auto"
+        raise ConfigError(msg)
+    if not BACKENDS[attention].is_flash:
+        msg = (
+            f"--cuda-graphs on cannot hold --attention {attention}, which goes by lengths on the host: use a flash "
+            "backend or torch (they need --dtype bf16 or fp16), or --cuda-graphs off"
+        )
+        raise ConfigError(msg)
+
+
+def _settle_compile(config: EncodeConfig, runs: Variants, batch: PackedBatch, *, num_rows: int) -> tuple[bool, str]:
+    if config.compile == "off":
+        return False, "as asked for"
+    if config.compile == "on":
+        try:
+            runs.use(compiled=True, graphs=False)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            msg = f"--compile on failed ({_first_line(error)}): install a C++ compiler (g++), or use --compile off"
+            raise MissingExtraError(msg) from error
+        return True, "as asked for"
+    num_packs = num_rows / len(batch.rows)
+    if num_packs < MIN_PACKS_TO_MEASURE:
+        return False, f"about {num_packs:.0f} packs are too short a run to pay for it"
+    runs.encoder.encode(batch)
+    began = time.perf_counter()
+    runs.encoder.encode(batch)
+    seconds = (time.perf_counter() - began) * num_packs
+    if seconds < MIN_SECONDS_TO_COMPILE:
+        return False, f"about {seconds:.0f} s are too short a run to pay for it"
+    try:
+        return _is_faster(runs, batch, {"compiled": True, "graphs": False}, {"compiled": False, "graphs": False})
+    except RuntimeError as error:  # no C++ compiler, an operation that it does not know
+        if is_out_of_memory(error):
+            raise
+        runs.use(compiled=False, graphs=False)
+        return False, f"it failed: {_first_line(error)}"
+
+
+def _settle_graphs(config: EncodeConfig, runs: Variants, batch: PackedBatch, *, num_rows: int) -> tuple[bool, str]:
+    if config.cuda_graphs != "auto":
+        return config.cuda_graphs == "on", "as asked for"
+    if not GRAPHS_CONFIRMED:
+        return False, "not confirmed on a GPU yet"
+    if runs.encoder.device.type != "cuda" or not BACKENDS[config.attention].is_flash:
+        return False, f"not possible with {runs.encoder.device.type} and {config.attention} attention"
+    if num_rows / len(batch.rows) < MIN_PACKS_TO_MEASURE:
+        return False, "too short a run to pay for it"
+    return _is_faster(
+        runs, batch, {"compiled": runs.is_compiled, "graphs": True}, {"compiled": runs.is_compiled, "graphs": False}
+    )
+
+
+def _is_faster(runs: Variants, batch: PackedBatch, way: Way, plain: Way) -> tuple[bool, str]:
+    seconds = runs.seconds(batch, {"plain": plain, "way": way})
+    gain = seconds["plain"] / seconds["way"]
+    return gain >= MIN_GAIN, f"{gain:.2f} times as fast as without on a pack of {batch.num_tokens} tokens"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0][:200]
+
+
+def auto_budget(encoder: Encoder, rule: ResizeRule, meter: Meter | None) -> int:
+    """The default of ``--max-tokens-per-batch``, in tokens.
+
+    On a CPU (`meter` is None) it is a question of the cache. On a GPU: `MAX_PACK_TOKENS`, or a half, a quarter, … of
+    it, as the free memory allows by what a calibration pack takes per token. Powers of two, so that small differences
+    in free memory do not make other packs.
+    """
+    longest = rule.max_tokens_per_image
+    if meter is None:
+        return longest * -(-CPU_PACK_TOKENS // longest) if longest <= CPU_PACK_TOKENS else CPU_PACK_TOKENS
+    batch = calibration_batch(rule, CALIBRATION_TOKENS)
+    per_token = meter.peak(lambda: encoder.encode(batch)) / batch.num_tokens
+    fitting = meter.free() * MEMORY_SHARE / max(per_token, 1.0)
+    budget = MAX_PACK_TOKENS
+    while budget > fitting and budget > 1:
+        budget //= 2
+    logger.info("%.0f bytes a token, %.1f GB free: packs of up to %d tokens", per_token, meter.free() / 1e9, budget)
+    return budget
+
+
+def calibration_batch(rule: ResizeRule, num_tokens: int) -> PackedBatch:
+    """A pack of `num_tokens` tokens at most, and one image at least: random pixels, all images of one size."""
+    height, width = rule.fit((CALIBRATION_SIDE, CALIBRATION_SIDE)).canvas_hw
+    patch = rule.layout.patch_size
+    grid_hw = (height // patch, width // patch)
+    count = max(1, num_tokens // rule.layout.num_tokens(grid_hw))
+    shape = (grid_hw[0] * grid_hw[1], 3 * patch**2)
+    patches = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    image = PatchedImage(row=0, patches=patches, grid_hw=grid_hw, size_hw=(CALIBRATION_SIDE, CALIBRATION_SIDE))
+    return make_batch([image] * count, rule.layout)

@@ -1,0 +1,265 @@
+"""Several devices of one machine: a process each, fed from one reader and packer.
+
+A pack goes to the worker that has least to do, by the operations that its packs need: a few long images cost more than
+as many tokens of short ones. What a worker that dies had in hand goes to the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import signal
+import subprocess
+import sys
+from collections import deque
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import wait
+from typing import TYPE_CHECKING
+
+from vlmembed.errors import WorkerError
+from vlmembed.exchange import PACKS_IN_FLIGHT, LoadOrder, PackOrder, Result, SharedBlock, Trouble
+from vlmembed.types import EmbeddingBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from typing import Self
+
+    from vlmembed.batch import PackCost
+    from vlmembed.tuning import Settled
+    from vlmembed.types import Failure, PackedBatch
+
+logger = logging.getLogger(__name__)
+
+MAX_DEATHS_PER_PACK = 2
+"""A pack that was in hand when so many workers died is not given to another one."""
+
+WAIT_SECONDS = 0.1
+CLOSE_SECONDS = 10.0
+
+_START = "import sys; sys.path[:] = {path!r}; from vlmembed.worker import main; main({socket}, {descriptors})"
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A pack on its way. Its results are held until it is whole: a worker that dies half-way has delivered nothing."""
+
+    batch: PackedBatch
+    cost: float
+    num_deaths: int = 0
+    results: list[EmbeddingBatch | Failure] = field(default_factory=list)
+
+    @property
+    def is_done(self) -> bool:
+        done = sum(len(each.rows) if isinstance(each, EmbeddingBatch) else 1 for each in self.results)
+        return done == len(self.batch.rows)
+
+
+class _Worker:
+    """A process, the way to it, and what it has in hand, by slot."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.blocks = [SharedBlock() for _ in range(PACKS_IN_FLIGHT)]
+        self.connection, theirs = multiprocessing.Pipe()
+        descriptors = [block.descriptor for block in self.blocks]
+        code = _START.format(path=sys.path, socket=theirs.fileno(), descriptors=descriptors)
+        self.process = subprocess.Popen(  # noqa: S603  not a fork, which CUDA cannot take; nor the caller's script anew
+            [sys.executable, "-c", code],
+            pass_fds=(theirs.fileno(), *descriptors),
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr,
+        )
+        theirs.close()
+        self.jobs: dict[int, _Job] = {}
+        self.num_splits = 0
+
+    @property
+    def cost(self) -> float:
+        """Of what it has in hand."""
+        return sum(job.cost for job in self.jobs.values())
+
+    def give(self, job: _Job) -> None:
+        """Hand a pack over.
+
+        Raises:
+            OSError: the worker is gone. The job is in its hands all the same.
+        """
+        slot = next(slot for slot in range(PACKS_IN_FLIGHT) if slot not in self.jobs)
+        self.jobs[slot] = job
+        self.blocks[slot].reserve(len(job.batch.block))[:] = job.batch.block
+        self.connection.send(PackOrder(slot=slot, header=job.batch.header))
+
+    def take(self, value: EmbeddingBatch | Failure) -> list[EmbeddingBatch | Failure]:
+        """Note a result; all of its pack's, once that is whole."""
+        row = int(value.rows[0]) if isinstance(value, EmbeddingBatch) else value.row
+        slot = next(slot for slot, job in self.jobs.items() if row in job.batch.rows)
+        self.jobs[slot].results.append(value)
+        return self.jobs.pop(slot).results if self.jobs[slot].is_done else []
+
+    def exit(self) -> str:
+        """How it ended, for people."""
+        try:
+            code = self.process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "it does not answer"
+        if code == -signal.SIGKILL:
+            return "killed; where memory is short, by the system"
+        return f"exit code {code}" if code >= 0 else f"signal {-code}"
+
+    def close(self) -> None:
+        """End the process: kindly, and if it does not hear, by force."""
+        self.connection.close()
+        try:
+            self.process.wait(CLOSE_SECONDS if self.process.poll() is None else 0)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        for block in self.blocks:
+            block.close()
+
+
+def _load(workers: list[_Worker], order: LoadOrder, *, num_workers: int) -> list[Settled]:
+    """Let workers load, all at a time."""
+    for worker in workers:
+        worker.connection.send(replace(order, device=worker.device, num_workers=num_workers))
+    answers = []
+    for worker in workers:
+        try:
+            answer = worker.connection.recv()
+        except (EOFError, OSError) as error:
+            msg = f"the worker on {worker.device} ended while it loaded the model ({worker.exit()})"
+            raise WorkerError(msg) from error
+        if isinstance(answer, Trouble):
+            raise answer.error or WorkerError(f"the worker on {worker.device} could not load: {answer.text}")
+        answers.append(answer)
+    return answers
+
+
+class WorkerPool:
+    """Encodes like an `Encoder`, on several devices.
+
+    Attributes:
+        num_lost: workers that have died.
+        num_splits: packs that were split because they did not fit into memory.
+    """
+
+    def __init__(self, workers: list[_Worker], cost: PackCost) -> None:
+        self._workers = workers
+        self._cost = cost
+        self._waiting: deque[_Job] = deque()
+        self._last_words = ""
+        self._all_workers = tuple(workers)
+        self.num_lost = 0
+
+    @classmethod
+    def start(cls, order: LoadOrder, devices: list[str]) -> tuple[Self, Settled]:
+        """Start a worker per device and load `order` in each. The first one decides what is left to decide.
+
+        Raises:
+            VlmembedError: as for `load_encoder`. WorkerError: a worker could not be started.
+        """
+        workers: list[_Worker] = []
+        try:
+            workers += [_Worker(device) for device in devices]
+            (settled,) = _load(workers[:1], order, num_workers=len(workers))
+            _load(workers[1:], replace(order, config=settled.config), num_workers=len(workers))
+        except BaseException:
+            for worker in workers:
+                worker.close()
+            raise
+        return cls(workers, settled.cost), settled
+
+    def stream(self, batches: Iterable[PackedBatch | None]) -> Iterator[EmbeddingBatch | Failure | None]:
+        """Encode packs; results come in the order in which the workers finish them. None: nothing came for a while.
+
+        Raises:
+            WorkerError: no worker is left, or a pack was in hand when several died.
+        """
+        for batch in batches:
+            if batch is not None:
+                self._waiting.append(_Job(batch=batch, cost=self._cost.of(batch.lengths)))
+            yield from self._go_on(0.0)
+            while self._waiting:
+                yield from self._go_on(WAIT_SECONDS)
+        while self._waiting or any(worker.jobs for worker in self._workers):
+            yield from self._go_on(WAIT_SECONDS)
+
+    @property
+    def num_splits(self) -> int:
+        """Over all workers, those that have died included."""
+        return sum(worker.num_splits for worker in self._all_workers)
+
+    def close(self) -> None:
+        """End all workers."""
+        for worker in self._workers:
+            worker.close()
+        self._workers.clear()
+
+    def _go_on(self, seconds: float) -> Iterator[EmbeddingBatch | Failure | None]:
+        """Hand out what waits, as far as there is room; then give what has come, for which it waits so long."""
+        while self._waiting and (free := [each for each in self._workers if len(each.jobs) < PACKS_IN_FLIGHT]):
+            worker = min(free, key=lambda each: each.cost)
+            try:
+                worker.give(self._waiting.popleft())
+            except OSError:
+                self._bury(worker)
+        by_connection = {worker.connection: worker for worker in self._workers}
+        ready = wait(by_connection, seconds)
+        for connection, worker in by_connection.items():
+            if connection in ready:
+                yield from self._receive(worker)
+        if not ready and seconds:
+            yield None
+
+    def _receive(self, worker: _Worker) -> Iterator[EmbeddingBatch | Failure]:
+        try:
+            message = worker.connection.recv()
+        except (EOFError, OSError):
+            self._bury(worker)
+            return
+        if isinstance(message, Result):
+            worker.num_splits = message.num_splits
+            yield from worker.take(message.value)
+            return
+        assert isinstance(message, Trouble)
+        if message.error is not None:
+            raise message.error
+        self._last_words = message.text
+        self._bury(worker)
+
+    def _bury(self, worker: _Worker) -> None:
+        """Take a worker that has died out of the pool, and what it had in hand back.
+
+        Raises:
+            WorkerError: it was the last one, or it had a pack that others have died of.
+        """
+        self._workers.remove(worker)
+        self.num_lost += 1
+        ended = worker.exit()
+        logger.error(
+            "the worker on %s died (%s): %d packs go to the %d that are left\n%s",
+            worker.device,
+            ended,
+            len(worker.jobs),
+            len(self._workers),
+            self._last_words,
+        )
+        jobs = list(worker.jobs.values())
+        worker.close()
+        if not self._workers:
+            msg = (
+                f"no worker is left: the last one, on {worker.device}, died ({ended}). What was committed is kept, and "
+                f"the same command goes on from there. {self._last_words}"
+            )
+            raise WorkerError(msg)
+        for job in jobs:  # the oldest is the one that it was at
+            job.results.clear()
+            job.num_deaths += 1
+            if job.num_deaths >= MAX_DEATHS_PER_PACK:
+                rows = ", ".join(map(str, job.batch.rows[:10].tolist()))
+                msg = (
+                    f"{job.num_deaths} workers died with the same pack of {len(job.batch.rows)} images in hand "
+                    f"({ended}), rows {rows}, …: what was committed is kept. {self._last_words}"
+                )
+                raise WorkerError(msg)
+        self._waiting.extendleft(reversed(jobs))
