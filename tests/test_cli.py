@@ -17,6 +17,7 @@ from conftest import ROOT, SAMPLES
 
 import vlmembed
 from vlmembed import cli
+from vlmembed.attention import backends
 from vlmembed.config import EncodeConfig
 from vlmembed.errors import ConfigError, FailureCode
 from vlmembed.towers.families import table
@@ -143,6 +144,16 @@ def test_the_readmes_python_runs(tmp_path: Path, builtin_folder: Path) -> None:
 def test_the_readmes_table_of_models_is_the_programs() -> None:
     head, *rows = table()
     lines = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+    assert "\n".join(lines) in (ROOT / "README.md").read_text()
+    shown = CliRunner().invoke(cli.cli, ["models"]).output
+    for row in rows:
+        assert all(cell in shown for cell in row)
+
+
+def test_the_readmes_table_of_attention_is_the_programs() -> None:
+    head, *rows = backends.table()
+    commands = [[f"`{cell}`" if n == 3 and cell != "-" else cell for n, cell in enumerate(row)] for row in rows]
+    lines = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *commands)]
     assert "\n".join(lines) in (ROOT / "README.md").read_text()
     shown = CliRunner().invoke(cli.cli, ["models"]).output
     for row in rows:

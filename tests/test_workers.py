@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +25,7 @@ import vlmembed.worker
 from vlmembed.batch import PackCost, make_batch, open_batch
 from vlmembed.config import EncodeConfig
 from vlmembed.encoder import vector_columns
-from vlmembed.errors import ConfigError, WorkerError
+from vlmembed.errors import ModelError, WorkerError
 from vlmembed.exchange import GROWTH_BYTES, LoadOrder, PackOrder, Result, SharedBlock, Trouble
 from vlmembed.towers import open_tower
 from vlmembed.types import EmbeddingBatch, Failure, PatchedImage
@@ -32,7 +34,6 @@ from vlmembed.workers import WorkerPool, _Worker
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from multiprocessing.connection import Connection
-    from pathlib import Path
 
     from vlmembed.layout import TowerLayout
     from vlmembed.types import PackedBatch
@@ -96,10 +97,13 @@ def test_when_the_last_worker_dies_the_run_says_so_and_the_next_start_goes_on(
     assert again.num_rows == again.num_embedded + again.num_duplicates + again.num_failed == 120
 
 
-def test_what_a_worker_cannot_do_is_said_as_if_it_were_asked_of_this_process(tmp_path: Path, tiny_model: Path) -> None:
+def test_what_a_worker_cannot_load_is_said_as_if_this_process_had_tried(tmp_path: Path, tiny_model: Path) -> None:
     folder = many_pictures(tmp_path / "in", 3)
-    with pytest.raises(ConfigError, match=r"--attention flash3 needs a GPU: use cpu or sdpa"):
-        run(folder, tmp_path / "out.parquet", model=str(tiny_model), device="cpu,cpu", attention="flash3")
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    weights = next(model.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(ModelError, match=weights.name):
+        run(folder, tmp_path / "out.parquet", model=str(model), device="cpu,cpu")
     assert not psutil.Process().children()
     assert not (tmp_path / "out.parquet.partial").exists()
 

@@ -23,7 +23,7 @@ from vlmembed.preprocess import RESIZER
 from vlmembed.provenance import difference, make_fingerprint, make_provenance
 from vlmembed.schema import output_schema, read_provenance
 from vlmembed.towers import open_tower
-from vlmembed.tuning import load_encoder
+from vlmembed.tuning import check_choices, load_encoder
 from vlmembed.workers import WorkerPool
 
 if TYPE_CHECKING:
@@ -135,6 +135,7 @@ def make_plan(config: EncodeConfig, paths: OutputPaths, source: Source, earlier:
         before = None
     if before:
         decided = _inherit_tuning(_inherit_shape(decided, before), before)
+    check_choices(decided, devices[0])
     encoder, settled = _load(decided, devices, blueprint, vectors, rule=rule, num_rows=num_rows)
     fingerprint["weights_sha256"] = settled.model["weights_sha256"]
     if before and (lines := difference(before["fingerprint"], fingerprint)):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from vlmembed.attention.backends import BACKENDS
+from vlmembed.attention.backends import BACKENDS, HEAD_DIM_UNIT
 from vlmembed.attention.varlen import pick_attention
 from vlmembed.batch import make_batch
 from vlmembed.devices import processor_name
@@ -75,7 +75,7 @@ class Settled:
 
     Attributes:
         config: with `attention`, `compile`, `cuda_graphs` and `max_tokens_per_batch` decided.
-        model: what was loaded. backend: what computes it, and why.
+        model: what was loaded. backend: what computes it.
         cost: of the tower's forward.
     """
 
@@ -130,9 +130,13 @@ def load_encoder(
         ConfigError: a setting that this device, or this tower on it, cannot do.
         ModelError: from `Blueprint.load`. MissingExtraError: a package that a setting needs.
     """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     encoder = Encoder.load(config, blueprint, vectors, device)
     meter = CudaMeter(device) if device.type == "cuda" else None
     settled, reasons = settle(config, encoder, rule=rule, num_rows=num_rows, meter=meter)
+    for name, reason in reasons.items():  # not recorded: what is measured differs from run to run
+        logger.info("%s %s: %s", name, getattr(settled, name), reason)
     files = blueprint.files
     model = {
         "weights_sha256": encoder.tower.weights_sha256,
@@ -150,9 +154,19 @@ def load_encoder(
         "attention": f"{settled.attention}: {BACKENDS[settled.attention].title}",
         "compile": settled.compile,
         "cuda_graphs": settled.cuda_graphs,
-        "reasons": reasons,
     }
     return encoder, Settled(config=settled, model=model, backend=backend, cost=encoder.tower.cost)
+
+
+def check_choices(config: EncodeConfig, device: torch.device) -> None:
+    """What can be said of the choices for a device before any weight is read.
+
+    Raises:
+        ConfigError: the device cannot do it. MissingExtraError: a package is not installed.
+    """
+    attention = pick_attention(config.attention, device=device, dtype=config.dtype, head_dim=HEAD_DIM_UNIT)
+    if config.cuda_graphs == "on":
+        _check_graphs(device, attention)
 
 
 def settle(
@@ -178,7 +192,7 @@ def settle(
     tower.use_attention(attention)
     config = replace(config, attention=attention)
     if config.cuda_graphs == "on":
-        _check_graphs(encoder, attention)
+        _check_graphs(encoder.device, attention)
     budget = config.max_tokens_per_batch
     if budget is None:
         budget = auto_budget(encoder, rule, meter)
@@ -188,8 +202,6 @@ def settle(
     compiling, reasons["compile"] = _settle_compile(config, runs, batch, num_rows=num_rows)
     graphs, reasons["cuda_graphs"] = _settle_graphs(config, runs, batch, num_rows=num_rows)
     runs.use(compiled=compiling, graphs=graphs)
-    for name, reason in reasons.items():
-        logger.info("%s %s: %s", name, "on" if {"compile": compiling}.get(name, graphs) else "off", reason)
     settled = replace(config, compile="on" if compiling else "off", cuda_graphs="on" if graphs else "off")
     return settled, reasons
 
@@ -222,8 +234,12 @@ class Variants:
                 encoder.encode(calibration_batch(self._rule, tokens))
             self._is_warm = True
         if graphs and compiled not in self._runners:
+            unit = self._rule.layout.merge_size**2
             self._runners[compiled] = GraphRunner(
-                encoder.tower, self._graph_api(), max_patches=self._budget, deepstack=encoder.deepstack
+                encoder.tower,
+                self._graph_api(),
+                max_patches=max(1, self._budget // unit) * unit,
+                deepstack=encoder.deepstack,
             )
         encoder.graphs = self._runners[compiled] if graphs else None
         self.is_compiled = compiled
@@ -242,9 +258,9 @@ class Variants:
         return {name: statistics.median(values) for name, values in timings.items()}
 
 
-def _check_graphs(encoder: Encoder, attention: str) -> None:
-    if encoder.device.type != "cuda":
-        msg = f"--cuda-graphs on needs a GPU, and the device is {encoder.device}: use off or auto"
+def _check_graphs(device: torch.device, attention: str) -> None:
+    if device.type != "cuda":
+        msg = f"--cuda-graphs on needs a GPU, and the device is {device}: use off or auto"
         raise ConfigError(msg)
     if not BACKENDS[attention].is_flash:
         msg = (
@@ -319,7 +335,7 @@ def auto_budget(encoder: Encoder, rule: ResizeRule, meter: Meter | None) -> int:
     if meter is None:
         return longest * -(-CPU_PACK_TOKENS // longest) if longest <= CPU_PACK_TOKENS else CPU_PACK_TOKENS
     batch = calibration_batch(rule, CALIBRATION_TOKENS)
-    per_token = meter.peak(lambda: encoder.encode(batch)) / batch.num_tokens
+    per_token = meter.peak(lambda: list(encoder.stream([batch]))) / batch.num_tokens
     fitting = meter.free() * MEMORY_SHARE / max(per_token, 1.0)
     budget = MAX_PACK_TOKENS
     while budget > fitting and budget > 1:
@@ -330,7 +346,7 @@ def auto_budget(encoder: Encoder, rule: ResizeRule, meter: Meter | None) -> int:
 
 def calibration_batch(rule: ResizeRule, num_tokens: int) -> PackedBatch:
     """A pack of `num_tokens` tokens at most, and one image at least: random pixels, all images of one size."""
-    height, width = rule.fit((CALIBRATION_SIDE, CALIBRATION_SIDE)).canvas_hw
+    height, width = rule.resize.fit((CALIBRATION_SIDE, CALIBRATION_SIDE)).canvas_hw
     patch = rule.layout.patch_size
     grid_hw = (height // patch, width // patch)
     count = max(1, num_tokens // rule.layout.num_tokens(grid_hw))

@@ -68,8 +68,6 @@ def load(order: LoadOrder) -> tuple[Encoder, Settled]:
     device = torch.device(order.device)
     if device.type == "cpu":
         torch.set_num_threads(cores_per_worker(order.num_workers))
-    else:
-        torch.cuda.set_device(device)
     blueprint = open_tower(os.fspath(order.config.model), revision=order.config.revision)
     return load_encoder(order.config, blueprint, order.vectors, rule=order.rule, num_rows=order.num_rows, device=device)
 

@@ -110,24 +110,28 @@ def preferred(capability: int | None, dtype: str) -> tuple[str, ...]:
 
 def refusal(name: str, *, capability: int | None, dtype: str, head_dim: int) -> str | None:
     """Why backend `name` cannot run there, with what to do instead; None where it can."""
+    problem = _problem(name, capability=capability, dtype=dtype, head_dim=head_dim)
+    if problem is None:
+        return None
+    others = (*reversed(preferred(capability, dtype)), "sdpa")  # first the one that needs no package
+    suited = [each for each in others if _problem(each, capability=capability, dtype=dtype, head_dim=head_dim) is None]
+    return f"--attention {name} {problem}: use {suited[0]}"
+
+
+def _problem(name: str, *, capability: int | None, dtype: str, head_dim: int) -> str | None:
     backend = BACKENDS[name]
-    if capability is None and backend.capabilities is not None and name != "sdpa":
-        return f"--attention {name} needs a GPU: use cpu or sdpa"
-    if capability is not None:
-        if backend.capabilities is None:
-            return f"--attention {name} is for the CPU: use {preferred(capability, dtype)[-1]}"
-        first, last = backend.capabilities
-        if not first <= capability <= last:
-            return (
-                f"--attention {name} runs on {backend.runs_on}; this GPU has compute capability {capability}: use "
-                f"{preferred(capability, dtype)[-1]}"
-            )
+    if capability is None:
+        return "needs a GPU" if backend.is_flash else None
+    if backend.capabilities is None:
+        return "is for the CPU"
+    first, last = backend.capabilities
+    if not first <= capability <= last:
+        return f"runs on {backend.runs_on}, and this GPU has compute capability {capability}"
     if backend.is_flash and dtype == "fp32":
-        return f"--attention {name} takes bf16 and fp16, and the layers have fp32: use sdpa, or another --dtype"
+        return "takes bf16 and fp16 (--dtype), and the layers have fp32"
     if backend.is_flash and (head_dim % HEAD_DIM_UNIT or head_dim > MAX_HEAD_DIM):
         return (
-            f"--attention {name} takes heads of up to {MAX_HEAD_DIM} values, in steps of {HEAD_DIM_UNIT}, and this "
-            f"tower's have {head_dim}: use sdpa"
+            f"takes heads of up to {MAX_HEAD_DIM} values in steps of {HEAD_DIM_UNIT}, and this tower's have {head_dim}"
         )
     return None
 

@@ -9,7 +9,7 @@ import importlib
 import inspect
 import logging
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's own name for it
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, DeviceSegments, float], torch.Tensor]
 
 logger = logging.getLogger(__name__)
+
+FLASH_KEYWORDS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale")
 
 MAX_SCORES = 2**26
 """Attention scores held at a time: 256 MiB in float32, beside a softmax of the same size."""
@@ -88,14 +90,27 @@ def load_kernel(name: str) -> Kernel:
     """
     backend = BACKENDS[name]
     assert backend.function is not None
-    module_name, function_name = backend.function
     try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, OSError) as error:
+        function = _imported(*backend.function, needed=() if name == "torch" else FLASH_KEYWORDS)
+    except Exception as error:  # whatever a binary for another torch or GPU raises
         remedy = f"install it with: {backend.install}" if backend.install else "it comes with torch 2.10 and later"
         msg = f"--attention {name} needs {backend.title}, which cannot be loaded ({error}); {remedy}"
         raise MissingExtraError(msg) from error
     return _torch_kernel(function) if name == "torch" else _flash_kernel(function)
+
+
+def _imported(module: str, name: str, *, needed: tuple[str, ...]) -> Callable[..., Any]:
+    """A function of a package.
+
+    Raises:
+        ImportError: it is not there, or is of a version without one of the `needed` keywords: flash-attn 2.8.3 brings
+            an early FlashAttention-4 along. And whatever importing the package raises.
+    """
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    if unknown := [keyword for keyword in needed if keyword not in inspect.signature(function).parameters]:
+        msg = f"{module}.{name} is of a version that takes no {', '.join(unknown)}"
+        raise ImportError(msg)
+    return function
 
 
 def _flash_kernel(function: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]) -> Kernel:
