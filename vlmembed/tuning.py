@@ -197,27 +197,22 @@ def settle(
     if budget is None:
         budget = auto_budget(encoder, rule, meter)
         config = replace(config, max_tokens_per_batch=budget)
-    batch = calibration_batch(rule, budget)
+    batch = calibration_batch(rule, min(budget, MAX_PACK_TOKENS))  # a budget may stand for "no limit"
     runs = Variants(encoder, rule, budget=budget, graph_api=graph_api)
     compiling, reasons["compile"] = _settle_compile(config, runs, batch, num_rows=num_rows)
-    graphs, reasons["cuda_graphs"] = _settle_graphs(config, runs, batch, num_rows=num_rows)
+    graphs, reasons["cuda_graphs"] = _settle_graphs(config, runs, batch, num_rows=num_rows, compiled=compiling)
     runs.use(compiled=compiling, graphs=graphs)
     settled = replace(config, compile="on" if compiling else "off", cuda_graphs="on" if graphs else "off")
     return settled, reasons
 
 
 class Variants:
-    """The ways in which an encoder can run its layers.
-
-    Attributes:
-        is_compiled: the way in use.
-    """
+    """The ways in which an encoder can run its layers."""
 
     def __init__(
         self, encoder: Encoder, rule: ResizeRule, *, budget: int, graph_api: Callable[[], GraphApi] = CudaGraphs
     ) -> None:
         self.encoder = encoder
-        self.is_compiled = False
         self._rule = rule
         self._budget = budget
         self._graph_api = graph_api
@@ -230,7 +225,8 @@ class Variants:
         encoder.graphs = None
         encoder.tower.use_compiled(compiled)
         if compiled and not self._is_warm:  # never inside a capture
-            for tokens in (self._budget // 2, self._budget):  # the second size makes the number of tokens a variable
+            largest = min(self._budget, MAX_PACK_TOKENS)
+            for tokens in (largest // 2, largest):  # the second size makes the number of tokens a variable
                 encoder.encode(calibration_batch(self._rule, tokens))
             self._is_warm = True
         if graphs and compiled not in self._runners:
@@ -242,7 +238,6 @@ class Variants:
                 deepstack=encoder.deepstack,
             )
         encoder.graphs = self._runners[compiled] if graphs else None
-        self.is_compiled = compiled
 
     def seconds(self, batch: PackedBatch, ways: Mapping[str, Way]) -> dict[str, float]:
         """Median seconds of a pack each way, interleaved, after unmeasured rounds: a graph is captured when its shape
@@ -300,7 +295,9 @@ def _settle_compile(config: EncodeConfig, runs: Variants, batch: PackedBatch, *,
         return False, f"it failed: {_first_line(error)}"
 
 
-def _settle_graphs(config: EncodeConfig, runs: Variants, batch: PackedBatch, *, num_rows: int) -> tuple[bool, str]:
+def _settle_graphs(
+    config: EncodeConfig, runs: Variants, batch: PackedBatch, *, num_rows: int, compiled: bool
+) -> tuple[bool, str]:
     if config.cuda_graphs != "auto":
         return config.cuda_graphs == "on", "as asked for"
     if not GRAPHS_CONFIRMED:
@@ -309,9 +306,7 @@ def _settle_graphs(config: EncodeConfig, runs: Variants, batch: PackedBatch, *, 
         return False, f"not possible with {runs.encoder.device.type} and {config.attention} attention"
     if num_rows / len(batch.rows) < MIN_PACKS_TO_MEASURE:
         return False, "too short a run to pay for it"
-    return _is_faster(
-        runs, batch, {"compiled": runs.is_compiled, "graphs": True}, {"compiled": runs.is_compiled, "graphs": False}
-    )
+    return _is_faster(runs, batch, {"compiled": compiled, "graphs": True}, {"compiled": compiled, "graphs": False})
 
 
 def _is_faster(runs: Variants, batch: PackedBatch, way: Way, plain: Way) -> tuple[bool, str]:

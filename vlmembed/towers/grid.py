@@ -6,6 +6,7 @@ Shape legend: as in `vlmembed.towers.base`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from vlmembed.attention.metadata import DeviceMetadata
+    from vlmembed.batch import PackCost
     from vlmembed.towers.families import Family
     from vlmembed.towers.grid_adapters import GridParts
     from vlmembed.towers.weights import ModelFiles
@@ -36,6 +38,13 @@ class GridTower(Tower):
         self.merger = grid_parts.merger
         self.deepstack_layers = tuple(grid_parts.deepstack)
         self.deepstack_mergers = nn.ModuleList(grid_parts.deepstack.values())
+
+    @property
+    def cost(self) -> PackCost:
+        """With the merger's operations, which are per merged token."""
+        layers = super().cost
+        weights = sum(weight.numel() for weight in self.merger.parameters() if weight.dim() > 1)
+        return replace(layers, per_token=layers.per_token + 2.0 * weights / self.layout.merge_size**2)
 
     def with_positions(self, hidden_SC: torch.Tensor, metadata: DeviceMetadata) -> torch.Tensor:
         """The first norm, where there is one, comes before the positions here."""
