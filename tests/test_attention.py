@@ -668,3 +668,23 @@ def test_the_table_has_a_row_per_choice_and_claims_no_gpu() -> None:
         assert "never executed" in executed[name]
     assert "never on a GPU" in executed["sdpa"]
     assert executed["cpu"] == "CPU"
+
+
+def test_a_package_without_kernels_for_this_gpu_counts_as_missing(
+    packages: Packages, gpu: Callable[[int | None], torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_kernel(_: dict[str, Any]) -> Any:  # noqa: ANN401  as an answer is
+        msg = "CUDA error: no kernel image is available for execution on the device"
+        raise RuntimeError(msg)
+
+    packages.install("flash3", no_kernel)
+    flash2 = packages.install("flash2")
+    zeros, tensor = torch.zeros, torch.tensor
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device, **rest: (zeros(*shape, **rest), device)[0])
+    monkeypatch.setattr(torch, "tensor", lambda values, device, **rest: (tensor(values, **rest), device)[0])
+    assert pick_attention("auto", device=gpu(9), dtype="bf16", head_dim=72) == "flash3"
+    assert pick_attention("auto", device=gpu(9), dtype="bf16", head_dim=72, try_out=True) == "flash2"
+    (call,) = flash2.calls
+    assert (call["q"].shape, call["q"].dtype, call["max_seqlen_q"]) == ((8, 1, 72), torch.bfloat16, 8)
+    with pytest.raises(MissingExtraError, match=r"--attention flash3 does not run on cuda:0 \(CUDA error: no kernel"):
+        pick_attention("flash3", device=gpu(9), dtype="bf16", head_dim=72, try_out=True)

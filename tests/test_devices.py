@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vlmembed.devices import name_of, pick_devices, pick_dtype
+from vlmembed.devices import is_out_of_memory, name_of, pick_devices, pick_dtype, weakest_first
 from vlmembed.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -58,3 +58,29 @@ def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_workers_on_the_cpu() -> None:
     assert pick_devices("cpu,cpu,cpu") == (CPU, CPU, CPU)
     assert name_of(pick_devices("cpu,cpu")) == "cpu,cpu"
+
+
+def test_the_weakest_gpu_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    capabilities = {0: (8, 0), 1: (7, 5), 2: (9, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
+    gpus = tuple(torch.device("cuda", index) for index in capabilities)
+    assert [device.index for device in weakest_first(gpus)] == [1, 0, 2]
+    assert weakest_first((CPU, CPU)) == (CPU, CPU)
+    assert [pick_dtype("auto", device) for device in gpus] == ["bf16", "fp32", "bf16"]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (MemoryError(), True),
+        (torch.AcceleratorError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), False),
+        (RuntimeError("shape mismatch"), False),
+        (KeyError("CUDA error: out of memory"), False),
+    ],
+)
+def test_a_lack_of_memory_is_told_from_other_errors(error: BaseException, expected: bool) -> None:  # noqa: FBT001
+    assert is_out_of_memory(error) == expected

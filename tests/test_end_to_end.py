@@ -223,6 +223,54 @@ def many_pictures(folder: Path, count: int) -> Path:
     return folder
 
 
+def test_a_run_that_goes_on_keeps_what_the_first_start_decided(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = many_pictures(tmp_path / "in", 40)
+    settings = {"model": str(tiny_model), "rows_per_part": 10}
+    monkeypatch.setattr("vlmembed.attention.backends.preferred", lambda *_: ("sdpa",))
+    monkeypatch.setattr("vlmembed.attention.varlen.preferred", lambda *_: ("sdpa",))
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("vlmembed.run.ProgressBar.committed", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(folder, tmp_path / "out.parquet", **settings)
+    monkeypatch.undo()
+    report = run(folder, tmp_path / "out.parquet", **settings)
+    assert report.num_resumed == 10
+    facts = read_provenance(pq.read_schema(tmp_path / "out.parquet"), "x")
+    assert facts["backend"]["attention"] == "sdpa: torch's SDPA per run of equal segments"
+    assert EncodeConfig.from_toml(facts["recipe"]).attention == "sdpa"
+    assert (facts["backend"]["compile"], facts["backend"]["cuda_graphs"]) == ("off", "off")
+    run(folder, tmp_path / "anew.parquet", **settings)
+    assert read_provenance(pq.read_schema(tmp_path / "anew.parquet"), "x")["backend"]["attention"].startswith("cpu: ")
+
+
+def test_what_the_first_start_decided_gives_way_where_it_cannot_be_done(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decided on a GPU whose package is not here any more, say."""
+    folder = many_pictures(tmp_path / "in", 40)
+    settings = {"model": str(tiny_model), "rows_per_part": 10}
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("vlmembed.run.ProgressBar.committed", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(folder, tmp_path / "out.parquet", **settings)
+    manifest = tmp_path / "out.parquet.partial" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('attention = \\"cpu\\"', 'attention = \\"flash2\\"'))
+    assert "flash2" in manifest.read_text()
+    assert run(folder, tmp_path / "out.parquet", **settings).num_resumed == 10
+    with pytest.raises(ConfigError, match="--attention flash2 needs a GPU: use cpu"):
+        run(folder, tmp_path / "asked.parquet", attention="flash2", **settings)
+
+
 def test_the_same_run_twice_writes_the_same_file(tmp_path: Path, tiny_model: Path) -> None:
     folder = many_pictures(tmp_path / "in", 120)
     settings = {"model": str(tiny_model), "rows_per_part": 25, "max_tokens_per_batch": 100}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,7 +26,7 @@ from fakes import (
 
 from vlmembed.attention.metadata import DevicePack
 from vlmembed.batch import PackShape, fill_batch
-from vlmembed.graphs import GraphRunner
+from vlmembed.graphs import CudaGraphs, GraphRunner
 from vlmembed.lanes import DeviceLink, HostLink
 
 if TYPE_CHECKING:
@@ -226,7 +227,7 @@ def test_a_pack_over_the_budget_runs_without_a_graph(tower_of: Callable[[str], T
     assert not api.num_captures
 
 
-def test_a_capture_that_fails_is_not_tried_again(
+def test_after_a_capture_that_failed_none_is_tried_again(
     tower_of: Callable[[str], Tower], caplog: pytest.LogCaptureFixture
 ) -> None:
     tower, api = tower_of("dinov2"), FakeGraphs()
@@ -238,16 +239,16 @@ def test_a_capture_that_fails_is_not_tried_again(
     for batch, result in zip(batches, found, strict=True):
         assert_close(result, make_encoder(tower, "cls").encode(batch))
     assert [record.getMessage() for record in caplog.records] == [
-        "no CUDA graph for packs of 8 patches: not permitted when stream is capturing"
+        "no CUDA graphs from here on: not permitted when stream is capturing"
     ]
-    assert runner.fallbacks == {"first of its shape": 2, "the capture failed": 3}
-    assert (api.num_captures, runner.num_captured) == (2, 1)
+    assert runner.fallbacks == {"first of its shape": 1, "a capture failed": 6}
+    assert (api.num_captures, runner.num_captured) == (1, 0)
 
 
 def test_no_memory_for_a_capture_splits_the_pack(
     tower_of: Callable[[str], Tower], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All graphs go first, for they hold memory too; they are made again when their shapes come."""
+    """All graphs go first, for they hold memory too, and for good: made again they would only be in the way again."""
     tower, api, link = tower_of("dinov2"), FakeGraphs(), HostLink()
     num_kept: list[int] = []
     monkeypatch.setattr(link, "make_room", lambda: num_kept.append(len(api.kept)))
@@ -266,7 +267,8 @@ def test_no_memory_for_a_capture_splits_the_pack(
     assert encoder.num_splits == 1
     for batch, result in zip((small, middle), encode_all(encoder, [small, middle]), strict=True):
         assert_close(result, make_encoder(tower, "cls").encode(batch))
-    assert len(api.kept) == runner.describe()["kept"] == 2
+    assert len(api.kept) == runner.describe()["kept"] == 0
+    assert runner.fallbacks["out of memory"] == 4  # the halves, and what came after them
 
 
 POISONS = {"bytes": 255, "nan": np.nan}
@@ -326,9 +328,41 @@ def test_what_a_graph_has_put_out_is_gone_when_the_next_one_runs(tower_of: Calla
     outputs: list[Sequence[torch.Tensor]] = []
     for grids in (SMALL[0], MIDDLE[0]) * 2:
         batch = random_pack(grids, tower.layout)
-        if (key := runner.shape_of(batch)) is not None:
+        if (key := runner.claim(batch)) is not None:
             filled = runner.fill(batch, key)
             with torch.inference_mode():
                 outputs.append(runner.features(torch.from_numpy(filled.block), filled, key))
     assert outputs[0][0].isnan().all()
     assert not outputs[1][0].isnan().any()
+
+
+@pytest.mark.parametrize("where", ["begin", "work", "end"])
+def test_a_capture_that_breaks_leaves_the_stream_as_it_was(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `torch.cuda.graph` is: it makes its own stream the current one, and gives that back only if all went well."""
+    current = ["compute"]
+
+    def fail(at: str) -> None:
+        if at == where:
+            raise RuntimeError(at)
+
+    @contextmanager
+    def graph(*_: object, **__: object) -> Iterator[None]:
+        current[0] = "capture"
+        fail("begin")
+        yield
+        fail("end")
+        current[0] = "compute"
+
+    def work() -> list[torch.Tensor]:
+        if current[0] == "capture":
+            fail("work")
+        return []
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.__setitem__(0, stream))
+    with pytest.raises(RuntimeError, match=where):
+        CudaGraphs().capture(work)
+    assert current == ["compute"]

@@ -29,16 +29,17 @@ from fakes import (
 from torch._dynamo.utils import counters
 
 import vlmembed
-from vlmembed import tuning
+from vlmembed import calibration, tuning
 from vlmembed.batch import split_batch
+from vlmembed.calibration import CALIBRATION_TOKENS, MAX_PACK_TOKENS, auto_budget, calibration_batch
 from vlmembed.config import EncodeConfig
-from vlmembed.encoder import is_out_of_memory
+from vlmembed.devices import is_out_of_memory
 from vlmembed.errors import ConfigError, FailureCode, MissingExtraError
 from vlmembed.lanes import DeviceLink, HostLink
 from vlmembed.towers import load_tower
 from vlmembed.towers.base import Tower
 from vlmembed.towers.dense import DenseTower
-from vlmembed.tuning import CALIBRATION_TOKENS, MAX_PACK_TOKENS, Variants, auto_budget, calibration_batch, settle
+from vlmembed.tuning import Variants, settle
 from vlmembed.types import Failure
 
 if TYPE_CHECKING:
@@ -203,14 +204,14 @@ def test_every_image_that_does_not_fit_is_a_failure(
             stage="encode",
             code=FailureCode.OUT_OF_MEMORY,
             message=f"9x{height} pixels are {num_tokens} tokens, which do not fit into the memory of cpu even alone: "
-            "lower --max-pixels",
+            "lower --max-pixels (it goes with --resize native)",
         )
         for row, height, num_tokens in ((5, 14, 11), (6, 21, 10))
     ]
     (record,) = caplog.records
     assert record.getMessage() == (
-        "a pack of 2 images and 21 tokens does not fit into the memory of cpu: split in two "
-        "(--max-tokens-per-batch 10 would avoid it)"
+        "a pack of 2 images and 21 tokens does not fit into the memory of cpu and is split in two: a lower "
+        "--max-tokens-per-batch would spare that"
     )
 
 
@@ -305,11 +306,10 @@ class FakeMeter:
     ("fitting", "expected"),
     [
         (1e9, MAX_PACK_TOKENS),
-        (65_600, MAX_PACK_TOKENS),
-        (65_500, 32_768),
-        (33_000, 32_768),
-        (32_000, 16_384),
+        (16_400, MAX_PACK_TOKENS),
+        (16_300, 8192),
         (9000, 8192),
+        (8000, 4096),
         (1000, 512),
         (3, 2),
         (0, 1),
@@ -321,7 +321,7 @@ def test_a_gpus_budget_is_a_power_of_two_that_fits(
     tower = tower_of("dinov2")
     rule = make_rule(tower.layout)
     num_tokens = calibration_batch(rule, CALIBRATION_TOKENS).num_tokens
-    meter = FakeMeter(fitting * 5000 / tuning.MEMORY_SHARE, 5000, num_tokens)
+    meter = FakeMeter(fitting * 5000 / calibration.MEMORY_SHARE, 5000, num_tokens)
     assert auto_budget(make_encoder(tower, "cls"), rule, meter) == expected
     assert meter.has_worked
 
@@ -431,7 +431,7 @@ def test_the_budget_is_settled_too(encoder: Encoder, rule: ResizeRule) -> None:
     settled, _ = settle(config(max_tokens_per_batch=None), encoder, rule=rule, num_rows=1)
     assert settled.max_tokens_per_batch == 2050
     num_tokens = calibration_batch(rule, CALIBRATION_TOKENS).num_tokens
-    meter = FakeMeter(9000 * 100 / tuning.MEMORY_SHARE, 100, num_tokens)
+    meter = FakeMeter(9000 * 100 / calibration.MEMORY_SHARE, 100, num_tokens)
     settled, _ = settle(config(max_tokens_per_batch=None), encoder, rule=rule, num_rows=1, meter=meter)
     assert settled.max_tokens_per_batch == 8192
 
@@ -463,6 +463,18 @@ def test_a_short_run_is_not_compiled(encoder: Encoder, rule: ResizeRule, compile
     assert not any(compiled)
 
 
+@pytest.mark.parametrize("choice", ["auto", "on"])
+def test_a_calibration_pack_that_does_not_fit_is_split_like_any_other(
+    choice: str, encoder: Encoder, rule: ResizeRule, compiled: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tight = tight_encoder(encoder.tower, Memory(most=3), "host", monkeypatch)
+    monkeypatch.setattr(tuning, "MIN_SECONDS_TO_COMPILE", 0.0)
+    settled, reasons = settle(config(compile=choice), tight, rule=rule, num_rows=LONG_RUN)
+    assert any(compiled)
+    assert tight.num_splits == 0  # trials are not the run's
+    assert settled.compile == "on" or reasons["compile"].endswith("times as fast as without on a pack of 200 tokens")
+
+
 @pytest.mark.parametrize("gain", [2.0, 1.05, 1.04, 1.0, 0.5])
 def test_compiling_must_be_faster(
     gain: float, encoder: Encoder, rule: ResizeRule, stopwatch: Stopwatch, compiled: list[bool]
@@ -488,15 +500,13 @@ def test_without_a_compiler(encoder: Encoder, rule: ResizeRule, monkeypatch: pyt
         msg = "InductorError: InvalidCxxCompiler: No working C++ compiler found\nin a long traceback"
         raise RuntimeError(msg)
 
-    monkeypatch.setattr(torch, "compile", lambda _layer: broken)
+    monkeypatch.setattr(torch, "compile", lambda _layer, **_: broken)
     monkeypatch.setattr(tuning, "MIN_SECONDS_TO_COMPILE", 0.0)
     settled, reasons = settle(config(), encoder, rule=rule, num_rows=LONG_RUN)
     assert settled.compile == "off"
     assert reasons["compile"] == "it failed: InductorError: InvalidCxxCompiler: No working C++ compiler found"
     np.testing.assert_array_equal(encoder.encode(batch).vectors["embedding"], expected)
-    advice = (
-        r"--compile on failed \(InductorError: .* found\): install a C\+\+ compiler \(g\+\+\), or use --compile off"
-    )
+    advice = r"--compile on failed \(InductorError: .* found\): install what .* \(a C\+\+ compiler; .* --compile off"
     with pytest.raises(MissingExtraError, match=advice):
         settle(config(compile="on"), encoder, rule=rule, num_rows=1)
 

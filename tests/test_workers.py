@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -26,13 +29,16 @@ from vlmembed.batch import PackCost, make_batch, open_batch
 from vlmembed.config import EncodeConfig
 from vlmembed.encoder import vector_columns
 from vlmembed.errors import ModelError, WorkerError
-from vlmembed.exchange import GROWTH_BYTES, LoadOrder, PackOrder, Result, SharedBlock, Trouble
+from vlmembed.exchange import GROWTH_BYTES, PACKS_IN_FLIGHT, LoadOrder, PackOrder, Result, SharedBlock, Trouble
 from vlmembed.towers import open_tower
+from vlmembed.tuning import Settled
 from vlmembed.types import EmbeddingBatch, Failure, PatchedImage
-from vlmembed.workers import WorkerPool, _Worker
+from vlmembed.worker import PinnedBlock
+from vlmembed.worker import packs as packs_of
+from vlmembed.workers import WorkerPool, _check_same_weights, _Job, _Worker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from multiprocessing.connection import Connection
 
     from vlmembed.layout import TowerLayout
@@ -145,7 +151,7 @@ class ThreadWorker(_Worker):
 
     def __init__(self, device: str, serve: Callable[[Connection, list[int]], None]) -> None:
         self.device = device
-        self.blocks = [SharedBlock(), SharedBlock()]
+        self.blocks = [SharedBlock() for _ in range(PACKS_IN_FLIGHT)]
         self.connection, self.theirs = multiprocessing.Pipe()
         self.jobs = {}
         self.num_splits = 0
@@ -184,13 +190,19 @@ def make_pack(rows: list[int], grids: list[tuple[int, int]], layout: TowerLayout
     return make_batch(images, layout)
 
 
+def opened(order: PackOrder, blocks: list[SharedBlock]) -> PackedBatch:
+    """The pack of an order, as a worker reads it."""
+    block = blocks[order.slot].view(order.num_bytes + order.num_header_bytes)
+    return open_batch(pickle.loads(block[order.num_bytes :].tobytes()), block[: order.num_bytes])  # noqa: S301  our own
+
+
 def echo(connection: Connection, descriptors: list[int]) -> None:
     """A worker that gives back the sum of each image's patches, one image at a time."""
     blocks = [SharedBlock(os.dup(descriptor)) for descriptor in descriptors]
     try:
         while True:
             order = connection.recv()
-            batch = open_batch(order.header, blocks[order.slot].view(order.header.layout.num_bytes))
+            batch = opened(order, blocks)
             for value in echoed(batch):
                 connection.send(Result(value=value, num_splits=0))
     except (EOFError, OSError):
@@ -251,7 +263,7 @@ def dies_at(call: int) -> Callable[[Connection, list[int]], None]:
         blocks = [SharedBlock(os.dup(descriptor)) for descriptor in descriptors]
         for number in range(1, call + 1):
             order = connection.recv()
-            batch = open_batch(order.header, blocks[order.slot].view(order.header.layout.num_bytes))
+            batch = opened(order, blocks)
             for value in list(echoed(batch))[: None if number < call else 1]:
                 connection.send(Result(value=value, num_splits=number))
         connection.close()
@@ -276,7 +288,7 @@ def test_a_pack_that_workers_die_of_is_not_given_to_all_of_them(layout: TowerLay
         try:
             while 7 not in rows:
                 order = connection.recv()
-                batch = open_batch(order.header, blocks[order.slot].view(order.header.layout.num_bytes))
+                batch = opened(order, blocks)
                 rows = batch.rows.tolist()
                 for value in echoed(batch) if 7 not in rows else ():
                     connection.send(Result(value=value, num_splits=0))
@@ -360,8 +372,7 @@ def test_the_worker_itself_gives_what_an_encoder_gives(tiny_model: Path) -> None
     assert (settled.config.attention, settled.config.compile, settled.config.cuda_graphs) == ("cpu", "off", "off")
     assert settled.cost == blueprint.load(dtype=torch.float32, device=torch.device("cpu")).cost
     batch = make_pack([5, 9], [(3, 2), (4, 4)], blueprint.layout)
-    worker.blocks[1].reserve(len(batch.block))[:] = batch.block
-    worker.connection.send(PackOrder(slot=1, header=batch.header))
+    worker.give(_Job(batch=batch, cost=1.0))
     result = worker.connection.recv().value
     from vlmembed.encoder import Encoder  # noqa: PLC0415
 
@@ -398,6 +409,102 @@ def test_a_worker_that_breaks_tells_its_last_words(tiny_model: Path) -> None:
     assert trouble.error is None
     assert "Traceback" in trouble.text
     worker.close()
+
+
+def test_a_worker_that_is_kept_busy_is_never_asked_to_empty_its_device(layout: TowerLayout) -> None:
+    """A None among the packs makes an encoder wait for all that is on its way: only where the run has nothing more."""
+    seen: list[bool] = []
+
+    def serve(connection: Connection, descriptors: list[int]) -> None:
+        blocks = [PinnedBlock(os.dup(descriptor), torch.device("cpu")) for descriptor in descriptors]
+        waiting: list[PackedBatch] = []
+        try:
+            for batch in packs_of(connection, blocks):
+                seen.append(batch is None)
+                if batch is not None:
+                    time.sleep(0.01)  # the device is at work
+                    waiting.append(batch)
+                while len(waiting) > (batch is not None):  # as an encoder: one pack later
+                    for value in echoed(waiting.pop(0)):
+                        connection.send(Result(value=value, num_splits=0))
+        except (EOFError, OSError):
+            connection.close()
+
+    pool = WorkerPool([ThreadWorker("cpu", serve)], LINEAR)
+    packs = [make_pack([number], [(3, 3)], layout) for number in range(40)]
+    assert len(sums(list(pool.stream(packs)))) == 40
+    pool.close()
+    assert seen.count(False) == 40
+    assert not any(seen[3:38])
+
+
+class FakeRuntime:
+    """CUDA's registering of host memory: refuses what it must, and keeps its last error as CUDA does."""
+
+    def __init__(self, refused: Iterable[int] = ()) -> None:
+        self.registered: dict[int, int] = {}
+        self.refused = set(refused)
+        self.num_calls = 0
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802  CUDA's name
+        """0, or the number of an error."""
+        assert flags == 0
+        assert address not in self.registered
+        self.num_calls += 1
+        if self.num_calls in self.refused:
+            return 2
+        self.registered[address] = num_bytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802  the same
+        """0; fails where nothing was registered."""
+        del self.registered[address]
+        return 0
+
+
+@pytest.mark.parametrize("refused", [[], [1], [2], [1, 2, 3]])
+def test_shared_memory_is_registered_anew_when_it_has_grown(
+    refused: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime, cleared = FakeRuntime(refused), []
+
+    def report(*_: object, **__: object) -> None:
+        cleared.append(runtime.num_calls)
+        raise RuntimeError
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch, "zeros", report)
+    ours = SharedBlock()
+    block = PinnedBlock(os.dup(ours.descriptor), torch.device("cuda", 0))
+    for num_bytes in (10, 20, GROWTH_BYTES + 1, GROWTH_BYTES, 4 * GROWTH_BYTES):
+        ours.reserve(num_bytes)[:] = num_bytes % 251
+        view = block.view(num_bytes)
+        assert view.tolist()[::1000] == [num_bytes % 251] * -(-num_bytes // 1000)
+        if runtime.num_calls not in refused:
+            assert list(runtime.registered) == [view.ctypes.data]
+            assert runtime.registered[view.ctypes.data] >= num_bytes
+        else:
+            assert not runtime.registered
+    assert runtime.num_calls == 3
+    assert cleared == refused
+    ours.close()
+
+
+def test_workers_start_where_stderr_is_no_file() -> None:
+    with contextlib.redirect_stderr(io.StringIO()):
+        worker = _Worker("cpu")
+        worker.close()
+    assert worker.process.returncode == 0
+
+
+def test_workers_that_read_other_weights_than_the_first_are_refused() -> None:
+    def settled(sha256: str) -> Settled:
+        config = EncodeConfig(inputs=("x",), output="y", model="org/name")
+        return Settled(config=config, model={"weights_sha256": sha256}, backend={}, cost=LINEAR)
+
+    _check_same_weights(settled("a"), [settled("a"), settled("a")])
+    with pytest.raises(ModelError, match=r"the weights of org/name changed while the workers loaded them"):
+        _check_same_weights(settled("a"), [settled("a"), settled("b")])
 
 
 def test_a_block_is_seen_by_both_sides_and_grows() -> None:

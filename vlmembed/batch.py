@@ -39,6 +39,7 @@ def open_batch(header: PackHeader, block: UInt8Array) -> PackedBatch:
     arrays = header.layout.views(block)
     segments = _segments(arrays, "segments", header.segments)
     assert segments is not None
+    indices: dict[str, Any] = {name: arrays.get(name) for name in _INDICES}
     return PackedBatch(
         rows=arrays["rows"],
         grid_hw=arrays["grid_hw"],
@@ -47,7 +48,7 @@ def open_batch(header: PackHeader, block: UInt8Array) -> PackedBatch:
         metadata=AttentionMetadata(
             segments=segments,
             windows=_segments(arrays, "windows", header.windows),
-            **{name: _maybe(arrays, name) for name in _INDICES},
+            **indices,
         ),
         block=block,
         header=header,
@@ -104,10 +105,6 @@ def _assemble(
         views[name][...] = array
     np.concatenate(patches, out=views["patches"])
     return batch
-
-
-def _maybe(arrays: Mapping[str, npt.NDArray[Any]], name: str) -> Any:  # noqa: ANN401  an array, or None
-    return arrays.get(name)
 
 
 def _segments(

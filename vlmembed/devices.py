@@ -8,6 +8,7 @@ import re
 import psutil
 import torch
 
+from vlmembed.attention.backends import FLASH_MIN_CAPABILITY
 from vlmembed.errors import ConfigError
 
 Devices = tuple[torch.device, ...]
@@ -15,6 +16,16 @@ Devices = tuple[torch.device, ...]
 
 _BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
 _CUDA_LIST = re.compile(r"cuda:(\d+(?:,\d+)*)")
+
+
+_OUT_OF_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator has said so: CUDA's, for pinned memory or a library's workspace too, the CPU's, Python's."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 def pick_devices(name: str) -> Devices:
@@ -45,6 +56,13 @@ def pick_devices(name: str) -> Devices:
     return tuple(torch.device("cuda", index) for index in indices)
 
 
+def weakest_first(devices: Devices) -> Devices:
+    """The devices in the order of their compute capability: what the first one can do, all can."""
+    if devices[0].type == "cpu":
+        return devices
+    return tuple(sorted(devices, key=torch.cuda.get_device_capability))
+
+
 def name_of(devices: Devices) -> str:
     """These devices as ``--device`` names them."""
     if devices[0].type == "cpu":
@@ -57,7 +75,7 @@ def pick_dtype(name: str, device: torch.device) -> str:
     if name != "auto":
         return name
     if device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+        return "bf16" if torch.cuda.get_device_capability(device)[0] >= FLASH_MIN_CAPABILITY else "fp32"
     capabilities = torch.cpu.get_capabilities()
     return "bf16" if any(capabilities.get(name) for name in _BF16_INSTRUCTIONS) else "fp32"
 

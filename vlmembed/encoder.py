@@ -12,7 +12,8 @@ import torch.nn.functional as F  # noqa: N812  the field's own name for it
 
 from vlmembed.attention.metadata import DevicePack
 from vlmembed.batch import split_batch
-from vlmembed.errors import ConfigError, FailureCode
+from vlmembed.devices import is_out_of_memory
+from vlmembed.errors import ConfigError, DeviceError, FailureCode
 from vlmembed.lanes import CudaLanes, DeviceLink, HostLink
 from vlmembed.schema import VectorColumn
 from vlmembed.types import EmbeddingBatch, Failure
@@ -32,11 +33,6 @@ logger = logging.getLogger(__name__)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 STORED_DTYPES = {"float16": torch.float16, "float32": torch.float32}
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator has said so: CUDA's, the CPU's, or Python's."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
 class Encoder:
@@ -112,9 +108,10 @@ class Encoder:
         return result
 
     def close(self) -> None:
-        """Nothing is held that the process would not give back."""
+        """Wait for what is still under way, and give cached memory back."""
         if self.graphs is not None:
             logger.info("CUDA graphs: %s", self.graphs.describe())
+        self._link.make_room()
 
     def _start(self, batch: PackedBatch, waiting: deque[Ticket]) -> Iterator[EmbeddingBatch | Failure]:
         ticket = self._submit(batch)
@@ -127,12 +124,11 @@ class Encoder:
         if len(batch.rows) > 1:
             self.num_splits += 1
             logger.warning(
-                "a pack of %d images and %d tokens does not fit into the memory of %s: split in two "
-                "(--max-tokens-per-batch %d would avoid it)",
+                "a pack of %d images and %d tokens does not fit into the memory of %s and is split in two: a lower "
+                "--max-tokens-per-batch would spare that",
                 len(batch.rows),
                 batch.num_tokens,
                 self.device,
-                batch.num_tokens // 2,
             )
             for half in split_batch(batch, self.layout):
                 yield from self._start(half, waiting)
@@ -140,7 +136,7 @@ class Encoder:
         height, width = batch.size_hw[0].tolist()
         message = (
             f"{width}x{height} pixels are {batch.num_tokens} tokens, which do not fit into the memory of {self.device} "
-            "even alone: lower --max-pixels"
+            "even alone: lower --max-pixels (it goes with --resize native)"
         )
         yield Failure(row=int(batch.rows[0]), stage="encode", code=FailureCode.OUT_OF_MEMORY, message=message)
 
@@ -148,7 +144,7 @@ class Encoder:
         """Hand a pack over; None where it does not fit. The exception goes, and what its frames hold of the pack with
         it, before anything is tried again."""
         try:
-            key = self.graphs.shape_of(batch) if self.graphs is not None else None
+            key = self.graphs.claim(batch) if self.graphs is not None else None
             if self.graphs is None or key is None:
                 return self._link.submit(batch, torch.from_numpy(batch.block), lambda block: self._eager(block, batch))
             filled, graphs = self.graphs.fill(batch, key), self.graphs
@@ -159,12 +155,23 @@ class Encoder:
             )
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
+                self._raise_device_error(error)
                 raise
         return None
 
+    def _raise_device_error(self, error: BaseException) -> None:
+        """Say as a person would what CUDA has reported, perhaps of an earlier pack.
+
+        Raises:
+            DeviceError: it was CUDA.
+        """
+        if isinstance(error, torch.AcceleratorError):
+            msg = f"{self.device} failed: {error}. What was committed is kept, and the same command goes on from there"
+            raise DeviceError(msg) from error
+
     def _make_room(self) -> None:
         if self.graphs is not None:
-            self.graphs.drop()
+            self.graphs.stop("out of memory")
         self._link.make_room()
 
     @torch.inference_mode()
@@ -194,7 +201,12 @@ class Encoder:
     def _collect(self, waiting: deque[Ticket], *, leave: int) -> Iterator[EmbeddingBatch]:
         while len(waiting) > leave:
             ticket = waiting.popleft()
-            batch, results = ticket.batch, self._link.collect(ticket)
+            batch = ticket.batch
+            try:
+                results = self._link.collect(ticket)
+            except RuntimeError as error:
+                self._raise_device_error(error)
+                raise
             offsets = None
             if self.pool is None:
                 lengths = [self.layout.num_merged((h, w)) for h, w in batch.grid_hw.tolist()]

@@ -10,6 +10,7 @@ A bad image is a row with a code; a bad setting is an exception.
     ├── RunError                the run could not go on                        (exit code 1)
     │   ├── ModelError          no weights, an unknown tower, a bad checkpoint
     │   ├── MissingExtraError   an optional package is not installed
+    │   ├── DeviceError         a device reported an error other than a lack of memory
     │   ├── WorkerError         no worker process is left, or none can take a pack
     │   ├── RowFailedError      ``on_error="fail"`` met a failed row
     │   ├── NothingEmbeddedError  the run ended without a single embedding
@@ -69,6 +70,10 @@ class ModelError(RunError):
 
 class MissingExtraError(RunError):
     """An optional package is not installed; the message holds the command that installs it."""
+
+
+class DeviceError(RunError):
+    """A device reported an error; what it computes from then on cannot be trusted."""
 
 
 class WorkerError(RunError):

@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from vlmembed.config import EncodeConfig
     from vlmembed.layout import ResizeRule
     from vlmembed.schema import VectorColumn
-    from vlmembed.types import EmbeddingBatch, Failure, PackHeader, UInt8Array
+    from vlmembed.types import EmbeddingBatch, Failure, UInt8Array
 
-PACKS_IN_FLIGHT = 2
-"""Packs that a worker has at a time: one that it computes, and the next."""
+PACKS_IN_FLIGHT = 3
+"""Packs that a worker has at a time: one that is computed, the next, and one that is on its way there or whose result
+is on its way back. With two, a worker would find nothing to do whenever it looks, and let its device run dry."""
 
 GROWTH_BYTES = 2**20
+"""Blocks grow by a quarter, and to a multiple of this."""
 
 
 class SharedBlock:
@@ -35,7 +37,7 @@ class SharedBlock:
     def reserve(self, num_bytes: int) -> UInt8Array:
         """The first `num_bytes`, made to exist."""
         if self._map is None or len(self._map) < num_bytes:
-            rounded = -(-num_bytes // GROWTH_BYTES) * GROWTH_BYTES
+            rounded = -(-(num_bytes + num_bytes // 4) // GROWTH_BYTES) * GROWTH_BYTES
             os.ftruncate(self.descriptor, rounded)
         return self.view(num_bytes)
 
@@ -77,10 +79,11 @@ class LoadOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackOrder:
-    """Encode the pack in block number `slot`."""
+    """Encode the pack in block number `slot`: its own bytes, then those of its pickled header, which can be long."""
 
     slot: int
-    header: PackHeader
+    num_bytes: int
+    num_header_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

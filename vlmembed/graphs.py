@@ -15,6 +15,7 @@ import torch
 
 from vlmembed.attention.metadata import DevicePack
 from vlmembed.batch import PackShape, fill_batch
+from vlmembed.devices import is_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,9 +52,14 @@ class CudaGraphs:
         """Warm up, then capture on the stream that `torch.cuda.graph` makes for it."""
         for _ in range(WARM_UPS):
             work()
+        before = torch.cuda.current_stream()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            outputs = work()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                outputs = work()
+        except BaseException:
+            torch.cuda.set_stream(before)  # a capture that breaks leaves its own stream behind
+            raise
         return graph.replay, outputs
 
 
@@ -70,6 +76,7 @@ class GraphRunner:
     Attributes:
         fallbacks: packs that ran without a graph, by reason.
         num_captured: graphs captured.
+        stopped: why no graph is used any more, or empty.
     """
 
     def __init__(
@@ -82,24 +89,24 @@ class GraphRunner:
         self._max_graphs = max_graphs
         self._graphs: OrderedDict[ShapeKey, _Graph] = OrderedDict()  # the least recently used first
         self._seen: set[ShapeKey] = set()
-        self._refused: set[ShapeKey] = set()
         self.fallbacks: Counter[str] = Counter()
         self.num_captured = 0
+        self.stopped = ""
 
-    def shape_of(self, batch: PackedBatch) -> ShapeKey | None:
-        """The key of the graph that `batch` goes through; None where it goes through none.
+    def claim(self, batch: PackedBatch) -> ShapeKey | None:
+        """The key of the graph that `batch` is to go through; None, counted with its reason, if through none.
 
         A shape is captured when it comes for the second time: one that comes once would not pay for it.
         """
+        if self.stopped:
+            self.fallbacks[self.stopped] += 1
+            return None
         shape = PackShape.holding(batch, self._tower.layout, max_patches=self._max_patches)
         if shape is None:
             self.fallbacks["more patches than the budget"] += 1
             return None
         taps = batch.metadata.interp_indices
         key = (shape, 0 if taps is None else taps.shape[1], batch.patches.dtype.name)
-        if key in self._refused:
-            self.fallbacks["the capture failed"] += 1
-            return None
         if key not in self._seen:
             self._seen.add(key)
             self.fallbacks["first of its shape"] += 1
@@ -129,14 +136,17 @@ class GraphRunner:
             return self._tower.features(pack.patches, pack.metadata, deepstack=self._deepstack)
 
         try:
-            replay, features = self._api.capture(work)
-        except torch.OutOfMemoryError:
-            raise  # the encoder gives memory back and splits the pack
+            captured = self._api.capture(work)
         except RuntimeError as error:
-            logger.warning("no CUDA graph for packs of %d patches: %s", key[0].num_patches, error)
-            self._refused.add(key)
-            self.fallbacks["the capture failed"] += 1
+            if is_out_of_memory(error):
+                raise  # the encoder stops the graphs, gives their memory back, and splits the pack
+            logger.warning("no CUDA graphs from here on: %s", error)
+            captured = None
+        if captured is None:  # the pool of a capture that broke is not fit for another one
+            self.stop("a capture failed")
+            self.fallbacks[self.stopped] += 1
             return work()
+        replay, features = captured
         while len(self._graphs) >= self._max_graphs:
             self._graphs.popitem(last=False)
         self._graphs[key] = _Graph(block=static, replay=replay, features=features)
@@ -144,9 +154,10 @@ class GraphRunner:
         replay()  # a capture records and computes nothing
         return features
 
-    def drop(self) -> None:
-        """Give all graphs' memory back."""
+    def stop(self, reason: str) -> None:
+        """Use no graph any more, and give their memory back."""
         self._graphs.clear()
+        self.stopped = reason
 
     def describe(self) -> dict[str, Any]:
         """What was captured, and what ran without a graph, for the log."""

@@ -50,7 +50,8 @@ class Link(Protocol):
         """The results on the host, in memory of their own; waits for them."""
 
     def make_room(self) -> None:
-        """Give cached memory back after a pack did not fit. No ticket is open."""
+        """Let what is under way end and give cached memory back, as after a pack that did not fit. No ticket is open
+        that will be collected."""
 
 
 class HostLink:
@@ -131,7 +132,9 @@ class CudaLanes:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def make_room(self) -> None:
-        """Return the allocator's free blocks to the driver, so that larger ones can be made of them."""
+        """Let all that is under way end, since it reads buffers that are to be filled anew; then return the allocator's
+        free blocks to the driver, so that larger ones can be made of them."""
+        torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
 
 

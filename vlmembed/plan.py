@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 
 from vlmembed.config import EncodeConfig
 from vlmembed.decode import PIXEL_POLICY
-from vlmembed.devices import name_of, pick_devices, pick_dtype
+from vlmembed.devices import name_of, pick_devices, pick_dtype, weakest_first
 from vlmembed.encoder import pick_pool, vector_columns
-from vlmembed.errors import ConfigError, InputError, ModelError, OutputError
+from vlmembed.errors import ConfigError, InputError, MissingExtraError, ModelError, OutputError
 from vlmembed.exchange import LoadOrder
 from vlmembed.layout import ResizeRule
 from vlmembed.output import OutputPaths, read_manifest
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from vlmembed.sources.base import Source
     from vlmembed.towers.blueprint import Blueprint
     from vlmembed.tuning import Settled
+
+logger = logging.getLogger(__name__)
 
 ROWS_PER_PART = {"cpu": 1024, "cuda": 8192}
 """Input rows committed together by device type: about a minute or two of work."""
@@ -111,7 +113,7 @@ def make_plan(config: EncodeConfig, paths: OutputPaths, source: Source, earlier:
     Raises:
         OutputError: it is of another run, and may not be replaced.
     """
-    devices = pick_devices(config.device)
+    devices = weakest_first(pick_devices(config.device))
     blueprint = open_tower(os.fspath(config.model), revision=config.revision)
     rule = _resize_rule(config, blueprint.layout)
     _check_budget(config.max_tokens_per_batch, rule)
@@ -134,7 +136,7 @@ def make_plan(config: EncodeConfig, paths: OutputPaths, source: Source, earlier:
         _check_may_replace(where, lines, config)
         before = None
     if before:
-        decided = _inherit_tuning(_inherit_shape(decided, before), before)
+        decided = _inherit_tuning(_inherit_shape(decided, before), before, devices)
     check_choices(decided, devices[0])
     encoder, settled = _load(decided, devices, blueprint, vectors, rule=rule, num_rows=num_rows)
     fingerprint["weights_sha256"] = settled.model["weights_sha256"]
@@ -223,13 +225,20 @@ def _inherit_shape(config: EncodeConfig, before: dict[str, Any]) -> EncodeConfig
     return replace(config, **{name: getattr(config, name) or before["shape"][name] for name in _SHAPE})
 
 
-def _inherit_tuning(config: EncodeConfig, before: dict[str, Any]) -> EncodeConfig:
-    """What an earlier start decided on a device of this kind is kept; what is asked for now is done."""
+def _inherit_tuning(config: EncodeConfig, before: dict[str, Any], devices: Devices) -> EncodeConfig:
+    """What an earlier start decided on a device of this kind is kept where the device can do it; what is asked for now
+    is done."""
     earlier = EncodeConfig.from_toml(before["recipe"])
     if earlier.device.partition(":")[0].partition(",")[0] != config.device.partition(":")[0].partition(",")[0]:
         return config
     names = [name for name in _TUNED if name in before["decided"] and getattr(config, name) == "auto"]
-    return replace(config, **{name: getattr(earlier, name) for name in names})
+    inherited = replace(config, **{name: getattr(earlier, name) for name in names})
+    try:
+        check_choices(inherited, devices[0])
+    except (ConfigError, MissingExtraError) as error:
+        logger.warning("what the earlier start decided is decided anew: %s", error)
+        return config
+    return inherited
 
 
 def _difference_in_shape(config: EncodeConfig, before: dict[str, Any]) -> list[str]:

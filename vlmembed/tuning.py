@@ -11,24 +11,24 @@ import os
 import statistics
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from vlmembed.attention.backends import BACKENDS, HEAD_DIM_UNIT
 from vlmembed.attention.varlen import pick_attention
-from vlmembed.batch import make_batch
-from vlmembed.devices import processor_name
-from vlmembed.encoder import Encoder, is_out_of_memory, pick_pool
+from vlmembed.calibration import MAX_PACK_TOKENS, CudaMeter, auto_budget, calibration_batch, try_out
+from vlmembed.devices import is_out_of_memory, processor_name
+from vlmembed.encoder import Encoder, pick_pool
 from vlmembed.errors import ConfigError, MissingExtraError
 from vlmembed.graphs import CudaGraphs, GraphRunner
-from vlmembed.types import PatchedImage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from vlmembed.batch import PackCost
+    from vlmembed.calibration import Meter
     from vlmembed.config import EncodeConfig
     from vlmembed.graphs import GraphApi
     from vlmembed.layout import ResizeRule
@@ -37,19 +37,6 @@ if TYPE_CHECKING:
     from vlmembed.types import PackedBatch
 
 logger = logging.getLogger(__name__)
-
-CPU_PACK_TOKENS = 2048
-"""Aim of the token budget on a CPU, where larger packs fall out of the cache; rounded up to whole images."""
-
-MAX_PACK_TOKENS = 65_536
-"""Token budget of a GPU with memory to spare: what the longest picture of a Qwen processor has."""
-
-MEMORY_SHARE = 0.7
-"""Share of a GPU's free memory that a pack may take; the rest is for blocks that do not fit together."""
-
-CALIBRATION_TOKENS = 4096
-CALIBRATION_SIDE = 1024
-"""The calibration pack: so many tokens, of square pictures of so many pixels a side."""
 
 MIN_PACKS_TO_MEASURE = 256
 MIN_SECONDS_TO_COMPILE = 1800.0
@@ -83,36 +70,6 @@ class Settled:
     model: dict[str, Any]
     backend: dict[str, Any]
     cost: PackCost
-
-
-class Meter(Protocol):
-    """Measures the memory of a device, in bytes."""
-
-    def free(self) -> int:
-        """What could be allocated now."""
-
-    def peak(self, work: Callable[[], object]) -> int:
-        """The most that `work` holds at a time beyond what was held before."""
-
-
-class CudaMeter:
-    """A GPU's memory, as torch's allocator counts it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def free(self) -> int:
-        """What the driver has free, and what the allocator holds without using it."""
-        cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return int(torch.cuda.mem_get_info(self._device)[0]) + cached
-
-    def peak(self, work: Callable[[], object]) -> int:
-        """Peak over the level before."""
-        torch.cuda.reset_peak_memory_stats(self._device)
-        before = torch.cuda.memory_allocated(self._device)
-        work()
-        torch.cuda.synchronize(self._device)
-        return torch.cuda.max_memory_allocated(self._device) - before
 
 
 def load_encoder(
@@ -151,11 +108,21 @@ def load_encoder(
     backend = {
         "device": settled.device,
         "processor": processor_name(device),
-        "attention": f"{settled.attention}: {BACKENDS[settled.attention].title}",
+        "attention": _described(settled.attention),
         "compile": settled.compile,
         "cuda_graphs": settled.cuda_graphs,
     }
     return encoder, Settled(config=settled, model=model, backend=backend, cost=encoder.tower.cost)
+
+
+def _described(attention: str) -> str:
+    """A backend as it is recorded, with the version of its package."""
+    backend = BACKENDS[attention]
+    shown = f"{attention}: {backend.title}"
+    try:
+        return f"{shown} ({backend.package} {version(backend.package)})" if backend.package else shown
+    except PackageNotFoundError:  # built in place, or under another name
+        return f"{shown} (version unknown)"
 
 
 def check_choices(config: EncodeConfig, device: torch.device) -> None:
@@ -187,7 +154,7 @@ def settle(
     """
     tower, reasons = encoder.tower, {}
     attention = pick_attention(
-        config.attention, device=encoder.device, dtype=config.dtype, head_dim=encoder.tower.head_dim
+        config.attention, device=encoder.device, dtype=config.dtype, head_dim=tower.head_dim, try_out=True
     )
     tower.use_attention(attention)
     config = replace(config, attention=attention)
@@ -198,10 +165,11 @@ def settle(
         budget = auto_budget(encoder, rule, meter)
         config = replace(config, max_tokens_per_batch=budget)
     batch = calibration_batch(rule, min(budget, MAX_PACK_TOKENS))  # a budget may stand for "no limit"
-    runs = Variants(encoder, rule, budget=budget, graph_api=graph_api)
-    compiling, reasons["compile"] = _settle_compile(config, runs, batch, num_rows=num_rows)
-    graphs, reasons["cuda_graphs"] = _settle_graphs(config, runs, batch, num_rows=num_rows, compiled=compiling)
-    runs.use(compiled=compiling, graphs=graphs)
+    variants = Variants(encoder, rule, budget=budget, graph_api=graph_api)
+    compiling, reasons["compile"] = _settle_compile(config, variants, batch, num_rows=num_rows)
+    graphs, reasons["cuda_graphs"] = _settle_graphs(config, variants, batch, num_rows=num_rows, compiled=compiling)
+    variants.use(compiled=compiling, graphs=graphs)
+    encoder.num_splits = 0  # trials are not the run's
     settled = replace(config, compile="on" if compiling else "off", cuda_graphs="on" if graphs else "off")
     return settled, reasons
 
@@ -225,9 +193,7 @@ class Variants:
         encoder.graphs = None
         encoder.tower.use_compiled(compiled)
         if compiled and not self._is_warm:  # never inside a capture
-            largest = min(self._budget, MAX_PACK_TOKENS)
-            for tokens in (largest // 2, largest):  # the second size makes the number of tokens a variable
-                encoder.encode(calibration_batch(self._rule, tokens))
+            try_out(encoder, calibration_batch(self._rule, min(self._budget, MAX_PACK_TOKENS)))
             self._is_warm = True
         if graphs and compiled not in self._runners:
             unit = self._rule.layout.merge_size**2
@@ -247,7 +213,7 @@ class Variants:
             for name, way in ways.items():
                 self.use(**way)
                 began = time.perf_counter()
-                self.encoder.encode(batch)
+                try_out(self.encoder, batch)
                 if number >= UNMEASURED_ROUNDS:
                     timings[name].append(time.perf_counter() - began)
         return {name: statistics.median(values) for name, values in timings.items()}
@@ -265,87 +231,58 @@ def _check_graphs(device: torch.device, attention: str) -> None:
         raise ConfigError(msg)
 
 
-def _settle_compile(config: EncodeConfig, runs: Variants, batch: PackedBatch, *, num_rows: int) -> tuple[bool, str]:
+def _settle_compile(config: EncodeConfig, variants: Variants, batch: PackedBatch, *, num_rows: int) -> tuple[bool, str]:
     if config.compile == "off":
         return False, "as asked for"
     if config.compile == "on":
         try:
-            runs.use(compiled=True, graphs=False)
+            variants.use(compiled=True, graphs=False)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            msg = f"--compile on failed ({_first_line(error)}): install a C++ compiler (g++), or use --compile off"
+            msg = (
+                f"--compile on failed ({_first_line(error)}): install what torch.compile needs (a C++ compiler; on a "
+                "GPU, Triton), or use --compile off"
+            )
             raise MissingExtraError(msg) from error
         return True, "as asked for"
     num_packs = num_rows / len(batch.rows)
     if num_packs < MIN_PACKS_TO_MEASURE:
         return False, f"about {num_packs:.0f} packs are too short a run to pay for it"
-    runs.encoder.encode(batch)
+    try_out(variants.encoder, batch)
     began = time.perf_counter()
-    runs.encoder.encode(batch)
+    try_out(variants.encoder, batch)
     seconds = (time.perf_counter() - began) * num_packs
     if seconds < MIN_SECONDS_TO_COMPILE:
         return False, f"about {seconds:.0f} s are too short a run to pay for it"
     try:
-        return _is_faster(runs, batch, {"compiled": True, "graphs": False}, {"compiled": False, "graphs": False})
+        return _is_faster(variants, batch, {"compiled": True, "graphs": False}, {"compiled": False, "graphs": False})
     except RuntimeError as error:  # no C++ compiler, an operation that it does not know
         if is_out_of_memory(error):
             raise
-        runs.use(compiled=False, graphs=False)
+        variants.use(compiled=False, graphs=False)
         return False, f"it failed: {_first_line(error)}"
 
 
 def _settle_graphs(
-    config: EncodeConfig, runs: Variants, batch: PackedBatch, *, num_rows: int, compiled: bool
+    config: EncodeConfig, variants: Variants, batch: PackedBatch, *, num_rows: int, compiled: bool
 ) -> tuple[bool, str]:
     if config.cuda_graphs != "auto":
         return config.cuda_graphs == "on", "as asked for"
     if not GRAPHS_CONFIRMED:
         return False, "not confirmed on a GPU yet"
-    if runs.encoder.device.type != "cuda" or not BACKENDS[config.attention].is_flash:
-        return False, f"not possible with {runs.encoder.device.type} and {config.attention} attention"
+    if variants.encoder.device.type != "cuda" or not BACKENDS[config.attention].is_flash:
+        return False, f"not possible with {variants.encoder.device.type} and {config.attention} attention"
     if num_rows / len(batch.rows) < MIN_PACKS_TO_MEASURE:
         return False, "too short a run to pay for it"
-    return _is_faster(runs, batch, {"compiled": compiled, "graphs": True}, {"compiled": compiled, "graphs": False})
+    return _is_faster(variants, batch, {"compiled": compiled, "graphs": True}, {"compiled": compiled, "graphs": False})
 
 
-def _is_faster(runs: Variants, batch: PackedBatch, way: Way, plain: Way) -> tuple[bool, str]:
-    seconds = runs.seconds(batch, {"plain": plain, "way": way})
+def _is_faster(variants: Variants, batch: PackedBatch, way: Way, plain: Way) -> tuple[bool, str]:
+    seconds = variants.seconds(batch, {"plain": plain, "way": way})
     gain = seconds["plain"] / seconds["way"]
     return gain >= MIN_GAIN, f"{gain:.2f} times as fast as without on a pack of {batch.num_tokens} tokens"
 
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n", 1)[0][:200]
-
-
-def auto_budget(encoder: Encoder, rule: ResizeRule, meter: Meter | None) -> int:
-    """The default of ``--max-tokens-per-batch``, in tokens.
-
-    On a CPU (`meter` is None) it is a question of the cache. On a GPU: `MAX_PACK_TOKENS`, or a half, a quarter, … of
-    it, as the free memory allows by what a calibration pack takes per token. Powers of two, so that small differences
-    in free memory do not make other packs.
-    """
-    longest = rule.max_tokens_per_image
-    if meter is None:
-        return longest * -(-CPU_PACK_TOKENS // longest) if longest <= CPU_PACK_TOKENS else CPU_PACK_TOKENS
-    batch = calibration_batch(rule, CALIBRATION_TOKENS)
-    per_token = meter.peak(lambda: list(encoder.stream([batch]))) / batch.num_tokens
-    fitting = meter.free() * MEMORY_SHARE / max(per_token, 1.0)
-    budget = MAX_PACK_TOKENS
-    while budget > fitting and budget > 1:
-        budget //= 2
-    logger.info("%.0f bytes a token, %.1f GB free: packs of up to %d tokens", per_token, meter.free() / 1e9, budget)
-    return budget
-
-
-def calibration_batch(rule: ResizeRule, num_tokens: int) -> PackedBatch:
-    """A pack of `num_tokens` tokens at most, and one image at least: random pixels, all images of one size."""
-    height, width = rule.resize.fit((CALIBRATION_SIDE, CALIBRATION_SIDE)).canvas_hw
-    patch = rule.layout.patch_size
-    grid_hw = (height // patch, width // patch)
-    count = max(1, num_tokens // rule.layout.num_tokens(grid_hw))
-    shape = (grid_hw[0] * grid_hw[1], 3 * patch**2)
-    patches = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
-    image = PatchedImage(row=0, patches=patches, grid_hw=grid_hw, size_hw=(CALIBRATION_SIDE, CALIBRATION_SIDE))
-    return make_batch([image] * count, rule.layout)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
+import pickle
 import traceback
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import torch
 
 from vlmembed.batch import open_batch
 from vlmembed.devices import cores_per_worker
-from vlmembed.errors import VlmembedError
+from vlmembed.errors import DeviceError, VlmembedError
 from vlmembed.exchange import LoadOrder, PackOrder, Result, SharedBlock, Trouble
 from vlmembed.towers import open_tower
 from vlmembed.tuning import load_encoder
@@ -31,17 +32,21 @@ logger = logging.getLogger(__name__)
 
 
 class PinnedBlock:
-    """A shared block that a GPU can copy from: registered with CUDA, anew whenever it has grown."""
+    """A shared block that a GPU can copy from: registered with CUDA, anew whenever it has grown.
+
+    It grows when its worker is given a pack in it, so after the pack before in it has been copied.
+    """
 
     def __init__(self, descriptor: int, device: torch.device) -> None:
         self._shared = SharedBlock(descriptor)
         self._device = device
         self._registered: UInt8Array | None = None
+        self._num_bytes_tried = 0
 
     def view(self, num_bytes: int) -> UInt8Array:
         """The first `num_bytes`."""
         whole = self._shared.whole(num_bytes)
-        if self._device.type == "cuda" and (self._registered is None or len(self._registered) != len(whole)):
+        if self._device.type == "cuda" and len(whole) != self._num_bytes_tried:
             self._register(whole)
         return whole[:num_bytes]
 
@@ -49,9 +54,12 @@ class PinnedBlock:
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if self._registered is not None:
             runtime.cudaHostUnregister(_address(self._registered))
-        if int(runtime.cudaHostRegister(_address(whole), len(whole), 0)):
+        failed = bool(int(runtime.cudaHostRegister(_address(whole), len(whole), 0)))
+        self._registered, self._num_bytes_tried = None if failed else whole, len(whole)
+        if failed:
             logger.warning("%d bytes of shared memory could not be pinned: they are copied once more", len(whole))
-        self._registered = whole
+            with suppress(RuntimeError):
+                torch.zeros(1, device=self._device)  # CUDA reports its last error once more, to whoever comes next
 
 
 def _address(array: np.ndarray[Any, Any]) -> int:
@@ -80,7 +88,8 @@ def packs(connection: Connection, blocks: Sequence[PinnedBlock]) -> Iterator[Pac
             yield None
         order = connection.recv()
         assert isinstance(order, PackOrder)
-        yield open_batch(order.header, blocks[order.slot].view(order.header.layout.num_bytes))
+        block = blocks[order.slot].view(order.num_bytes + order.num_header_bytes)
+        yield open_batch(pickle.loads(block[order.num_bytes :].tobytes()), block[: order.num_bytes])  # noqa: S301  our own run's
 
 
 def serve(connection: Connection, descriptors: Sequence[int]) -> None:
@@ -94,13 +103,19 @@ def serve(connection: Connection, descriptors: Sequence[int]) -> None:
             connection.send(Result(value=result, num_splits=encoder.num_splits))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the run is over, or has died
+    except DeviceError as error:  # another device may do better
+        _tell(connection, Trouble(text=str(error)))
     except VlmembedError as error:
-        connection.send(Trouble(text=str(error), error=error))
+        _tell(connection, Trouble(text=str(error), error=error))
     except Exception:  # noqa: BLE001  whatever it is, the run must hear of it
-        connection.send(Trouble(text=traceback.format_exc()))
+        _tell(connection, Trouble(text=traceback.format_exc()))
+
+
+def _tell(connection: Connection, trouble: Trouble) -> None:
+    with suppress(OSError):  # the run may be over
+        connection.send(trouble)
 
 
 def main(socket: int, descriptors: Sequence[int]) -> None:
     """Run in a process that has these files open."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all: the run decides what becomes of its workers
     serve(Connection(socket), descriptors)

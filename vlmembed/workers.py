@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import pickle
 import signal
 import subprocess
 import sys
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING
 
-from vlmembed.errors import WorkerError
+import numpy as np
+
+from vlmembed.errors import ModelError, WorkerError
 from vlmembed.exchange import PACKS_IN_FLIGHT, LoadOrder, PackOrder, Result, SharedBlock, Trouble
 from vlmembed.types import EmbeddingBatch
 
@@ -36,7 +40,11 @@ MAX_DEATHS_PER_PACK = 2
 WAIT_SECONDS = 0.1
 CLOSE_SECONDS = 10.0
 
-_START = "import sys; sys.path[:] = {path!r}; from vlmembed.worker import main; main({socket}, {descriptors})"
+_START = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.path[:] = {path!r}; "
+    "from vlmembed.worker import main; main({socket}, {descriptors})"
+)
+"""Ctrl-C reaches all processes of a terminal: the run decides what becomes of its workers."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +75,7 @@ class _Worker:
             [sys.executable, "-c", code],
             pass_fds=(theirs.fileno(), *descriptors),
             stdin=subprocess.DEVNULL,
-            stdout=sys.stderr,
+            stdout=2,  # stderr, whatever `sys.stderr` is now: stdout is for results
         )
         theirs.close()
         self.jobs: dict[int, _Job] = {}
@@ -79,15 +87,14 @@ class _Worker:
         return sum(job.cost for job in self.jobs.values())
 
     def give(self, job: _Job) -> None:
-        """Hand a pack over.
-
-        Raises:
-            OSError: the worker is gone. The job is in its hands all the same.
-        """
+        """Hand a pack over. A worker that is gone has it in hand all the same, until it is listened to."""
         slot = next(slot for slot in range(PACKS_IN_FLIGHT) if slot not in self.jobs)
+        block, header = job.batch.block, np.frombuffer(pickle.dumps(job.batch.header), dtype=np.uint8)
+        shared = self.blocks[slot].reserve(len(block) + len(header))
+        shared[: len(block)], shared[len(block) :] = block, header
         self.jobs[slot] = job
-        self.blocks[slot].reserve(len(job.batch.block))[:] = job.batch.block
-        self.connection.send(PackOrder(slot=slot, header=job.batch.header))
+        with suppress(OSError):
+            self.connection.send(PackOrder(slot=slot, num_bytes=len(block), num_header_bytes=len(header)))
 
     def take(self, value: EmbeddingBatch | Failure) -> list[EmbeddingBatch | Failure]:
         """Note a result; all of its pack's, once that is whole."""
@@ -118,16 +125,38 @@ class _Worker:
             block.close()
 
 
-def _load(workers: list[_Worker], order: LoadOrder, *, num_workers: int) -> list[Settled]:
+def _close(workers: list[_Worker]) -> None:
+    """End workers, all at a time."""
+    for worker in workers:
+        worker.connection.close()
+    for worker in workers:
+        worker.close()
+
+
+def _check_same_weights(first: Settled, others: list[Settled]) -> None:
+    """The workers read the model one after the other.
+
+    Raises:
+        ModelError: it was replaced meanwhile.
+    """
+    if any(other.model != first.model for other in others):
+        msg = f"the weights of {first.config.model} changed while the workers loaded them: run the command again"
+        raise ModelError(msg)
+
+
+def _load(workers: list[_Worker], order: LoadOrder) -> list[Settled]:
     """Let workers load, all at a time."""
     for worker in workers:
-        worker.connection.send(replace(order, device=worker.device, num_workers=num_workers))
+        worker.connection.send(replace(order, device=worker.device))
     answers = []
     for worker in workers:
         try:
             answer = worker.connection.recv()
         except (EOFError, OSError) as error:
-            msg = f"the worker on {worker.device} ended while it loaded the model ({worker.exit()})"
+            msg = (
+                f"the worker on {worker.device} ended while it loaded the model ({worker.exit()}): what it "
+                "printed says more; --device can leave it out"
+            )
             raise WorkerError(msg) from error
         if isinstance(answer, Trouble):
             raise answer.error or WorkerError(f"the worker on {worker.device} could not load: {answer.text}")
@@ -148,7 +177,7 @@ class WorkerPool:
         self._cost = cost
         self._waiting: deque[_Job] = deque()
         self._last_words = ""
-        self._all_workers = tuple(workers)
+        self._num_splits_before = 0
         self.num_lost = 0
 
     @classmethod
@@ -160,12 +189,13 @@ class WorkerPool:
         """
         workers: list[_Worker] = []
         try:
-            workers += [_Worker(device) for device in devices]
-            (settled,) = _load(workers[:1], order, num_workers=len(workers))
-            _load(workers[1:], replace(order, config=settled.config), num_workers=len(workers))
+            for device in devices:
+                workers.append(_Worker(device))  # noqa: PERF401  one that fails leaves the others to be ended
+            (settled,) = _load(workers[:1], order)
+            others = _load(workers[1:], replace(order, config=settled.config))
+            _check_same_weights(settled, others)
         except BaseException:
-            for worker in workers:
-                worker.close()
+            _close(workers)
             raise
         return cls(workers, settled.cost), settled
 
@@ -187,22 +217,17 @@ class WorkerPool:
     @property
     def num_splits(self) -> int:
         """Over all workers, those that have died included."""
-        return sum(worker.num_splits for worker in self._all_workers)
+        return self._num_splits_before + sum(worker.num_splits for worker in self._workers)
 
     def close(self) -> None:
         """End all workers."""
-        for worker in self._workers:
-            worker.close()
+        _close(self._workers)
         self._workers.clear()
 
     def _go_on(self, seconds: float) -> Iterator[EmbeddingBatch | Failure | None]:
         """Hand out what waits, as far as there is room; then give what has come, for which it waits so long."""
         while self._waiting and (free := [each for each in self._workers if len(each.jobs) < PACKS_IN_FLIGHT]):
-            worker = min(free, key=lambda each: each.cost)
-            try:
-                worker.give(self._waiting.popleft())
-            except OSError:
-                self._bury(worker)
+            min(free, key=lambda each: each.cost).give(self._waiting.popleft())
         by_connection = {worker.connection: worker for worker in self._workers}
         ready = wait(by_connection, seconds)
         for connection, worker in by_connection.items():
@@ -235,6 +260,7 @@ class WorkerPool:
         """
         self._workers.remove(worker)
         self.num_lost += 1
+        self._num_splits_before += worker.num_splits
         ended = worker.exit()
         logger.error(
             "the worker on %s died (%s): %d packs go to the %d that are left\n%s",

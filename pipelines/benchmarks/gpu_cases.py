@@ -86,7 +86,7 @@ class Bench:
 
     def compiler(self) -> Any:  # noqa: ANN401  a context manager
         """Around what is compiled: on a CPU plain layers stand in, for a dry run is not to wait for a compiler."""
-        return patch.object(torch, "compile", lambda layer: layer) if self.device.type == "cpu" else nullcontext()
+        return patch.object(torch, "compile", lambda layer, **_: layer) if self.device.type == "cpu" else nullcontext()
 
 
 class RecordedWork:

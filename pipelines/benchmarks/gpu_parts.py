@@ -30,10 +30,11 @@ from gpu_table import Floor, Row
 import vlmembed
 from vlmembed.attention.metadata import DevicePack
 from vlmembed.batch import make_batch
+from vlmembed.calibration import MAX_PACK_TOKENS
 from vlmembed.devices import name_of
 from vlmembed.layout import ResizeRule
 from vlmembed.packer import PackingStats, pack
-from vlmembed.tuning import MAX_PACK_TOKENS, Variants
+from vlmembed.tuning import Variants
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -76,21 +77,24 @@ def moonvit(bench: Bench) -> Iterator[Row]:
     for backend in bench.attention:
         tower.use_attention(backend)
         case = f"{backend}: MoonViT, 2 images of {height}x{width} patches"
-        floor = MOONVIT_MS.get(backend)
-        seconds = bench.forward_seconds(forward)
-        yield Row(
-            part="a",
-            case=case,
-            figures={"ms": seconds * 1e3, "TFLOP/s": flops / seconds / 1e12},
-            floor=None if floor is None else Floor(unit="ms", limit=floor, at_most=True),
-        )
-        with attending(tower, by_longest):
+        limit = MOONVIT_MS.get(backend)
+        floor = None if limit is None else Floor(unit="ms", limit=limit, at_most=True)
+
+        def measure(way: str, *, floor: Floor | None = floor, note: str = "", case: str = case) -> Row:
             seconds = bench.forward_seconds(forward)
-        yield Row(
-            part="a",
-            case=f"{case}, max_seqlen by .item() in every block",
-            figures={"ms": seconds * 1e3, "TFLOP/s": flops / seconds / 1e12},
-        )
+            figures = {"ms": seconds * 1e3, "TFLOP/s": flops / seconds / 1e12}
+            return Row(part="a", case=f"{case}{way}", figures=figures, floor=floor, note=note)
+
+        yield measure("")
+        with attending(tower, by_longest):
+            yield measure(", max_seqlen by .item() in every block", floor=None)
+        try:
+            with bench.compiler():
+                tower.use_compiled(True)  # noqa: FBT003  it is the whole question
+            yield measure(", compiled", note="not on a CPU: stand-ins" if bench.device.type == "cpu" else "")
+        except RuntimeError as error:  # there is no compiler, say
+            yield Row(part="a", case=f"{case}, compiled", note=f"failed: {str(error).strip()[:100]}")
+        tower.use_compiled(False)  # noqa: FBT003  the same
 
 
 def resolutions(bench: Bench) -> Iterator[Row]:

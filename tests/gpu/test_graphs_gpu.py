@@ -11,9 +11,10 @@ from conftest import make_rule
 from on_gpu import GPU, MARKS, embed, noise_pack, pooling_encoder, tiny_tower
 
 from vlmembed.attention.metadata import DevicePack
+from vlmembed.calibration import CudaMeter
 from vlmembed.config import EncodeConfig
 from vlmembed.graphs import CudaGraphs, GraphRunner
-from vlmembed.tuning import CudaMeter, settle
+from vlmembed.tuning import settle
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,7 +34,7 @@ OTHER_BOUNDARIES = [(6, 8), (10, 12), (4, 4), (12, 16)]
 
 def by_graph(runner: GraphRunner, tower: Tower, batch: PackedBatch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Features of a pack by its graph, and by the plain layers of the same pack filled up."""
-    key = runner.shape_of(batch) or runner.shape_of(batch)  # the second time captures
+    key = runner.claim(batch) or runner.claim(batch)  # the second time captures
     assert key is not None
     filled = runner.fill(batch, key)
     block = torch.from_numpy(filled.block).to(GPU)

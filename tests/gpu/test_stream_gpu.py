@@ -11,8 +11,8 @@ import torch.nn.functional as F  # noqa: N812  the field's own name for it
 from conftest import make_rule
 from on_gpu import GPU, MARKS, noise_pack, pooling_encoder, tiny_tower
 
+from vlmembed.calibration import MAX_PACK_TOKENS, CudaMeter, auto_budget
 from vlmembed.graphs import CudaGraphs, GraphRunner
-from vlmembed.tuning import MAX_PACK_TOKENS, CudaMeter, auto_budget
 from vlmembed.types import EmbeddingBatch
 
 if TYPE_CHECKING:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 FLASH_MIN_CAPABILITY = 8
 """Ampere: the first generation that the flash kernels run on."""
 
-MAX_HEAD_DIM = 256
 HEAD_DIM_UNIT = 8
-"""What the flash kernels ask of a head: at most so wide, and a multiple of that."""
+"""The flash kernels' heads are a multiple of that."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,20 +18,23 @@ class Backend:
     Attributes:
         name: as ``--attention`` takes it.
         title: as people call it.
-        function: module and function that it calls, or empty for our own.
+        function: module and function that it calls, or None for our own. package: the distribution that it is in.
         install: command that installs it where it is a package of its own.
         runs_on: for people.
         executed: on what this project has executed it.
         capabilities: first and last major compute capability of the GPUs it runs on; None for no GPU.
+        max_head_dim: widest head that a flash backend takes on all of them.
     """
 
     name: str
     title: str
     function: tuple[str, str] | None = None
+    package: str = ""
     install: str = ""
     runs_on: str
     executed: str
     capabilities: tuple[int, int] | None = None
+    max_head_dim: int = 256
 
     @property
     def is_flash(self) -> bool:
@@ -48,6 +50,8 @@ BACKENDS: dict[str, Backend] = {
             name="flash4",
             title="FlashAttention-4",
             function=("flash_attn.cute", "flash_attn_varlen_func"),
+            package="flash-attn-4",
+            max_head_dim=128,
             install="pip install --pre flash-attn-4",
             runs_on="Hopper, Blackwell; bf16, fp16",
             executed="never executed",
@@ -57,6 +61,7 @@ BACKENDS: dict[str, Backend] = {
             name="flash3",
             title="FlashAttention-3",
             function=("flash_attn_interface", "flash_attn_varlen_func"),
+            package="flash-attn-3",
             install='pip install "git+https://github.com/Dao-AILab/flash-attention.git#subdirectory=hopper"',
             runs_on="Hopper; bf16, fp16",
             executed="never executed",
@@ -66,6 +71,7 @@ BACKENDS: dict[str, Backend] = {
             name="flash2",
             title="FlashAttention-2",
             function=("flash_attn.flash_attn_interface", "flash_attn_varlen_func"),
+            package="flash-attn",
             install="pip install flash-attn --no-build-isolation",
             runs_on="Ampere and later; bf16, fp16",
             executed="never executed",
@@ -129,10 +135,9 @@ def _problem(name: str, *, capability: int | None, dtype: str, head_dim: int) ->
         return f"runs on {backend.runs_on}, and this GPU has compute capability {capability}"
     if backend.is_flash and dtype == "fp32":
         return "takes bf16 and fp16 (--dtype), and the layers have fp32"
-    if backend.is_flash and (head_dim % HEAD_DIM_UNIT or head_dim > MAX_HEAD_DIM):
-        return (
-            f"takes heads of up to {MAX_HEAD_DIM} values in steps of {HEAD_DIM_UNIT}, and this tower's have {head_dim}"
-        )
+    most = backend.max_head_dim
+    if backend.is_flash and (head_dim % HEAD_DIM_UNIT or head_dim > most):
+        return f"takes heads of up to {most} values in steps of {HEAD_DIM_UNIT}, and this tower's have {head_dim}"
     return None
 
 

@@ -21,10 +21,9 @@ if TYPE_CHECKING:
 def rotate(x_THd: torch.Tensor, cos_Td: torch.Tensor, sin_Td: torch.Tensor) -> torch.Tensor:
     """Rotary embedding in float32: x * cos + rotate_half(x) * sin, where rotate_half swaps the halves of d and negates
     the first (J. Su et al., RoFormer, 2021, in the layout of transformers' vision towers)."""
-    x = x_THd.float()
-    first, second = x.chunk(2, dim=-1)
+    first, second = x_THd.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
-    return (x * cos_Td[:, None] + turned * sin_Td[:, None]).to(x_THd.dtype)
+    return (x_THd * cos_Td[:, None] + turned * sin_Td[:, None]).to(x_THd.dtype)  # the products are float32
 
 
 def fused(*projections: nn.Linear) -> nn.Linear:

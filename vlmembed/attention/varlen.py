@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's own name for it
 
-from vlmembed.attention.backends import BACKENDS, preferred, refusal
+from vlmembed.attention.backends import BACKENDS, HEAD_DIM_UNIT, preferred, refusal
+from vlmembed.attention.metadata import DeviceSegments
 from vlmembed.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from vlmembed.attention.metadata import DeviceSegments
 
     Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, DeviceSegments, float], torch.Tensor]
 
@@ -53,19 +52,21 @@ def varlen_attention(
     return load_kernel(backend)(q_THd, k_THd, v_THd, segments, scale)
 
 
-def pick_attention(name: str, *, device: torch.device, dtype: str, head_dim: int) -> str:
+def pick_attention(name: str, *, device: torch.device, dtype: str, head_dim: int, try_out: bool = False) -> str:
     """The backend that ``--attention`` means for layers of `dtype` with heads of `head_dim` values.
+
+    With `try_out` a flash backend is called once: a package can be there without the kernels for this GPU.
 
     Raises:
         ConfigError: the one that is asked for cannot run there.
-        MissingExtraError: it is not installed.
+        MissingExtraError: it is not installed, or not for this GPU.
     """
     capability = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None
     if name != "auto":
         if problem := refusal(name, capability=capability, dtype=dtype, head_dim=head_dim):
             raise ConfigError(problem)
         if BACKENDS[name].is_flash:
-            load_kernel(name)
+            _check_kernel(name, device=device, dtype=dtype, head_dim=head_dim, try_out=try_out)
         return name
     for candidate in preferred(capability, dtype):
         if problem := refusal(candidate, capability=capability, dtype=dtype, head_dim=head_dim):
@@ -73,12 +74,32 @@ def pick_attention(name: str, *, device: torch.device, dtype: str, head_dim: int
             continue
         try:
             if BACKENDS[candidate].is_flash:
-                load_kernel(candidate)
+                _check_kernel(candidate, device=device, dtype=dtype, head_dim=head_dim, try_out=try_out)
         except MissingExtraError as error:
             logger.info("%s", error)
             continue
         return candidate
     return "sdpa"
+
+
+def _check_kernel(name: str, *, device: torch.device, dtype: str, head_dim: int, try_out: bool) -> None:
+    """Load a flash backend, and call it.
+
+    Raises:
+        MissingExtraError: one of them failed.
+    """
+    kernel = load_kernel(name)
+    if not try_out:
+        return
+    half = torch.float16 if dtype == "fp16" else torch.bfloat16
+    try:
+        q_THd = torch.zeros(HEAD_DIM_UNIT, 1, head_dim, dtype=half, device=device)
+        cu_seqlens = torch.tensor([0, len(q_THd)], dtype=torch.int32, device=device)
+        segments = DeviceSegments(cu_seqlens=cu_seqlens, max_seqlen=len(q_THd), runs=())
+        kernel(q_THd, q_THd, q_THd, segments, head_dim**-0.5).sum().item()
+    except Exception as error:
+        msg = f"--attention {name} does not run on {device} ({error}): install it for this GPU and torch, or use torch"
+        raise MissingExtraError(msg) from error
 
 
 @cache

@@ -49,4 +49,5 @@ def load_tower(model: str, *, revision: str | None = None, dtype: torch.dtype, d
     Raises:
         ModelError: as there; or a tensor of the tower is missing, or there is no memory for it.
     """
-    return open_tower(model, revision=revision).load(dtype=dtype, device=device)
+    tower = open_tower(model, revision=revision).load(dtype=dtype, device=device)
+    return tower if device.type == "cpu" else tower.use_attention("sdpa")

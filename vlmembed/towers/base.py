@@ -228,7 +228,7 @@ class Tower(nn.Module):
         """Run the layers through ``torch.compile``, or plainly. Attention stays outside: what it reads of a pack on the
         host differs from pack to pack, and would be compiled in."""
         if compiled and self._compiled is None:
-            self._compiled = [torch.compile(layer) for layer in self.layers]
+            self._compiled = [torch.compile(layer, dynamic=True) for layer in self.layers]
         attend: Any = varlen_attention
         if compiled:
             attend = torch.compiler.disable(varlen_attention)  # type: ignore[no-untyped-call]
