@@ -33,7 +33,7 @@ $(STAMPS):
 test: model data  ## set up, run the tests
 	VLMEMBED_STAMPS=$(STAMPS) $(BIN)/python -m pytest
 
-test-slow: $(READY)  ## run the tests of full-size towers: minutes, and 10 GB of memory
+test-slow: $(READY)  ## run what takes minutes: full-size towers (10 GB of memory), downloads
 	$(BIN)/python -m pytest -m slow
 
 check: $(READY)  ## lint, types and import contracts; changes nothing

@@ -34,8 +34,8 @@ from vlmembed.batch import split_batch
 from vlmembed.calibration import CALIBRATION_TOKENS, MAX_PACK_TOKENS, auto_budget, calibration_batch
 from vlmembed.config import EncodeConfig
 from vlmembed.devices import is_out_of_memory
-from vlmembed.errors import ConfigError, FailureCode, MissingExtraError
-from vlmembed.lanes import DeviceLink, HostLink
+from vlmembed.errors import ConfigError, DeviceError, FailureCode, MissingExtraError
+from vlmembed.lanes import DeviceLink, HostLink, Ticket
 from vlmembed.towers import load_tower
 from vlmembed.towers.base import Tower
 from vlmembed.towers.dense import DenseTower
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
     from vlmembed.attention.metadata import DeviceMetadata
     from vlmembed.encoder import Encoder
+    from vlmembed.lanes import Forward
     from vlmembed.layout import ResizeRule
     from vlmembed.report import RunReport
     from vlmembed.tuning import Way
@@ -628,3 +629,38 @@ def test_compiled_layers_give_what_plain_ones_give(encoder: Encoder, rule: Resiz
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours.vectors["embedding"], theirs.vectors["embedding"], rtol=0, atol=1e-5)
     torch.compiler.reset()
+
+
+class FailedLink(HostLink):
+    """To a device that has met an illegal access: from then on whatever is asked of it fails."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def submit(self, batch: PackedBatch, block: torch.Tensor, forward: Forward) -> Ticket:
+        """Fail here, or go on."""
+        self.fail("submit")
+        return super().submit(batch, block, forward)
+
+    def collect(self, ticket: Ticket) -> list[torch.Tensor]:
+        """Fail here, or go on."""
+        self.fail("collect")
+        return super().collect(ticket)
+
+    def make_room(self) -> None:
+        """Fail."""
+        self.fail(self.where)
+
+    def fail(self, where: str) -> None:
+        """As CUDA does."""
+        if where == self.where:
+            msg = "CUDA error: an illegal memory access was encountered"
+            raise torch.AcceleratorError(msg)
+
+
+@pytest.mark.parametrize("where", ["submit", "collect"])
+def test_a_device_that_failed_is_named_and_can_be_closed(where: str, tower_of: Callable[[str], Tower]) -> None:
+    encoder = make_encoder(tower_of("dinov2"), "cls", link=FailedLink(where))
+    with pytest.raises(DeviceError, match=r"cpu failed: CUDA error: an illegal .*, and the same command goes on"):
+        encoder.encode(random_pack([(2, 3)], encoder.layout))
+    encoder.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -111,7 +112,8 @@ class Encoder:
         """Wait for what is still under way, and give cached memory back."""
         if self.graphs is not None:
             logger.info("CUDA graphs: %s", self.graphs.describe())
-        self._link.make_room()
+        with suppress(RuntimeError):  # a device that has failed says so once more, and has been heard
+            self._link.make_room()
 
     def _start(self, batch: PackedBatch, waiting: deque[Ticket]) -> Iterator[EmbeddingBatch | Failure]:
         ticket = self._submit(batch)

@@ -176,7 +176,6 @@ class WorkerPool:
         self._workers = workers
         self._cost = cost
         self._waiting: deque[_Job] = deque()
-        self._last_words = ""
         self._num_splits_before = 0
         self.num_lost = 0
 
@@ -249,10 +248,9 @@ class WorkerPool:
         assert isinstance(message, Trouble)
         if message.error is not None:
             raise message.error
-        self._last_words = message.text
-        self._bury(worker)
+        self._bury(worker, message.text)
 
-    def _bury(self, worker: _Worker) -> None:
+    def _bury(self, worker: _Worker, last_words: str = "") -> None:
         """Take a worker that has died out of the pool, and what it had in hand back.
 
         Raises:
@@ -268,14 +266,14 @@ class WorkerPool:
             ended,
             len(worker.jobs),
             len(self._workers),
-            self._last_words,
+            last_words,
         )
         jobs = list(worker.jobs.values())
         worker.close()
         if not self._workers:
             msg = (
                 f"no worker is left: the last one, on {worker.device}, died ({ended}). What was committed is kept, and "
-                f"the same command goes on from there. {self._last_words}"
+                f"the same command goes on from there. {last_words}"
             )
             raise WorkerError(msg)
         for job in jobs:  # the oldest is the one that it was at
@@ -285,7 +283,7 @@ class WorkerPool:
                 rows = ", ".join(map(str, job.batch.rows[:10].tolist()))
                 msg = (
                     f"{job.num_deaths} workers died with the same pack of {len(job.batch.rows)} images in hand "
-                    f"({ended}), rows {rows}, …: what was committed is kept. {self._last_words}"
+                    f"({ended}), rows {rows}, …: what was committed is kept. {last_words}"
                 )
                 raise WorkerError(msg)
         self._waiting.extendleft(reversed(jobs))
