@@ -48,7 +48,7 @@ def pick_devices(name: str) -> Devices:
         msg = f"device {name!r} is not known: use auto, cpu, cuda, cuda:N, cuda:N,M, or cpu,cpu for two workers"
         raise ConfigError(msg)
     if not indices or max(indices) >= num_gpus:
-        msg = f"device {name!r} is not here: torch {torch.__version__} sees {num_gpus} GPUs"
+        msg = f"device {name!r} is not here: torch {torch.__version__} sees {num_gpus} GPUs; auto takes what there is"
         raise ConfigError(msg)
     if len(set(indices)) < len(indices):
         msg = f"device {name!r} names a GPU twice: one worker fills it"
