@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -24,6 +25,7 @@ from conftest import SAMPLES
 from PIL import Image
 
 import vlmembed
+from vlmembed.cli import main
 from vlmembed.config import EncodeConfig
 from vlmembed.encoder import Encoder
 from vlmembed.errors import ConfigError, InputError, NothingEmbeddedError, OutputError, RowFailedError
@@ -32,6 +34,7 @@ from vlmembed.parts import PartStore
 from vlmembed.schema import read_provenance
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from typing import Any
 
     from vlmembed.report import RunReport
@@ -330,7 +333,30 @@ def test_ctrl_c_keeps_the_committed_parts_and_the_next_start_goes_on(tmp_path: P
     assert not (tmp_path / "out.parquet.partial").exists()
 
 
-def test_exit_codes_and_what_is_said(tmp_path: Path, tiny_model: Path) -> None:
+@pytest.fixture
+def main_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """`cli` within this process, where torch is loaded already: for commands after a first real one."""
+
+    def main_of(*arguments: object) -> subprocess.CompletedProcess[str]:
+        command = ["vlmembed", "encode", *map(str, arguments)]
+        monkeypatch.setattr(sys, "argv", command)
+        try:
+            main()
+            code = 0
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else -1
+        said = capsys.readouterr()
+        return subprocess.CompletedProcess(command, code, said.out, said.err)
+
+    yield main_of
+    logging.captureWarnings(capture=False)
+
+
+def test_exit_codes_and_what_is_said(
+    tmp_path: Path, tiny_model: Path, main_here: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     model = ["--model", tiny_model]
     out = tmp_path / "out.parquet"
     done = cli(SAMPLES, out, *model, "--max-error-rate", "0.5")
@@ -341,7 +367,7 @@ def test_exit_codes_and_what_is_said(tmp_path: Path, tiny_model: Path) -> None:
     assert "packing efficiency" in done.stdout
     assert done.stderr == ""  # no terminal, no bar
 
-    again = cli(SAMPLES, out, *model)
+    again = main_here(SAMPLES, out, *model)
     assert again.returncode == 0
     assert again.stdout.startswith(f"{out} is already complete: 27 rows = 19 embedded")
 
@@ -352,17 +378,17 @@ def test_exit_codes_and_what_is_said(tmp_path: Path, tiny_model: Path) -> None:
     assert "--overwrite" in refused.stderr
     assert out.read_bytes() == before
 
-    too_many = cli(SAMPLES, out, *model, "--overwrite", "--max-error-rate", "0.2")
+    too_many = main_here(SAMPLES, out, *model, "--overwrite", "--max-error-rate", "0.2")
     assert too_many.returncode == 3
     assert "22.2% of the rows failed, more than --max-error-rate 20.0%" in too_many.stderr
 
-    nothing = cli(SAMPLES / "broken", tmp_path / "none.parquet", *model)
+    nothing = main_here(SAMPLES / "broken", tmp_path / "none.parquet", *model)
     assert nothing.returncode == 1
     assert "not one of 6 rows has an embedding (3 truncated" in nothing.stderr
     assert not (tmp_path / "none.parquet").exists()
     assert pq.read_table(tmp_path / "none.errors.parquet").num_rows == 6
 
-    first_failure = cli(SAMPLES, tmp_path / "f.parquet", *model, "--on-error", "fail")
+    first_failure = main_here(SAMPLES, tmp_path / "f.parquet", *model, "--on-error", "fail")
     assert first_failure.returncode == 1
     assert "broken/flipped-byte.png: corrupt" in first_failure.stderr
 
@@ -376,7 +402,7 @@ def test_exit_codes_and_what_is_said(tmp_path: Path, tiny_model: Path) -> None:
         ([SAMPLES], "Missing argument"),
         ([SAMPLES, out, "--resize", "stretch"], "'stretch' is not one of"),
     ):
-        usage = cli(*arguments)
+        usage = main_here(*arguments)
         assert usage.returncode == 2, message
         assert message in usage.stderr
         assert "Traceback" not in usage.stderr
@@ -508,7 +534,9 @@ def test_another_process_that_came_first(tmp_path: Path, tiny_model: Path, monke
     assert pq.read_metadata(tmp_path / "out.parquet").num_rows == 21
 
 
-def test_names_that_do_not_decode(tmp_path: Path, tiny_model: Path) -> None:
+def test_names_that_do_not_decode(
+    tmp_path: Path, tiny_model: Path, main_here: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     folder = os.path.join(os.fsencode(tmp_path), b"caf\xe9")  # noqa: PTH118  bytes
     os.mkdir(folder)  # noqa: PTH102  bytes
     for name in (b"a.png", b"b\xff.png"):
@@ -518,9 +546,9 @@ def test_names_that_do_not_decode(tmp_path: Path, tiny_model: Path) -> None:
     assert done.returncode == 0, done.stderr
     table = pq.read_table(tmp_path / "out.parquet")
     assert table["id"].to_pylist() == ["a.png", "b\\xff.png"]
-    again = cli(os.fsdecode(folder), tmp_path / "out.parquet", "--model", tiny_model)
+    again = main_here(os.fsdecode(folder), tmp_path / "out.parquet", "--model", tiny_model)
     assert "is already complete" in again.stdout
-    missing = cli(os.fsdecode(folder) + "x", tmp_path / "out.parquet", "--model", tiny_model)
+    missing = main_here(os.fsdecode(folder) + "x", tmp_path / "out.parquet", "--model", tiny_model)
     assert missing.returncode == 2
     assert "does not exist" in missing.stderr
 
