@@ -234,11 +234,8 @@ def test_a_run_that_goes_on_keeps_what_the_first_start_decided(
     monkeypatch.setattr("vlmembed.attention.backends.preferred", lambda *_: ("sdpa",))
     monkeypatch.setattr("vlmembed.attention.varlen.preferred", lambda *_: ("sdpa",))
 
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr("vlmembed.run.ProgressBar.committed", stop)
+        stop_after(1, patch)
         with pytest.raises(KeyboardInterrupt):
             run(folder, tmp_path / "out.parquet", **settings)
     monkeypatch.undo()
@@ -259,11 +256,8 @@ def test_what_the_first_start_decided_gives_way_where_it_cannot_be_done(
     folder = many_pictures(tmp_path / "in", 40)
     settings = {"model": str(tiny_model), "rows_per_part": 10}
 
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr("vlmembed.run.ProgressBar.committed", stop)
+        stop_after(1, patch)
         with pytest.raises(KeyboardInterrupt):
             run(folder, tmp_path / "out.parquet", **settings)
     manifest = tmp_path / "out.parquet.partial" / "manifest.json"

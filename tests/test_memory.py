@@ -381,10 +381,10 @@ class Stopwatch:
     gains: list[float]
     measured: list[Mapping[str, Way]] = field(default_factory=list)
 
-    def seconds(self, runs: Variants, _batch: PackedBatch, ways: Mapping[str, Way]) -> dict[str, float]:
+    def seconds(self, variants: Variants, ways: Mapping[str, Way]) -> dict[str, float]:
         """The last way of all stays in use, as it does there."""
         for way in ways.values():
-            runs.use(**way)
+            variants.use(**way)
         self.measured.append(ways)
         return {"plain": self.gains[len(self.measured) - 1], "way": 1.0}
 
@@ -394,8 +394,8 @@ def stopwatch(monkeypatch: pytest.MonkeyPatch) -> Stopwatch:
     """Nothing is measured in earnest, and no run is too short to."""
     watch = Stopwatch(gains=[])
 
-    def seconds(runs: Variants, batch: PackedBatch, ways: Mapping[str, Way]) -> dict[str, float]:
-        return watch.seconds(runs, batch, ways)
+    def seconds(variants: Variants, ways: Mapping[str, Way]) -> dict[str, float]:
+        return watch.seconds(variants, ways)
 
     monkeypatch.setattr(Variants, "seconds", seconds)
     monkeypatch.setattr(tuning, "MIN_SECONDS_TO_COMPILE", 0.0)
@@ -588,9 +588,9 @@ def test_graphs_are_measured_on_the_layers_that_were_chosen(
 def test_a_graph_is_captured_before_it_is_measured(on_a_gpu: Encoder, rule: ResizeRule) -> None:
     api = FakeGraphs()
     on_a_gpu.tower.use_attention("flash2")
-    runs = Variants(on_a_gpu, rule, budget=200, graph_api=lambda: api)
+    runs = Variants(on_a_gpu, calibration_batch(rule, 200), budget=200, graph_api=lambda: api)
     ways = {"plain": {"compiled": False, "graphs": False}, "way": {"compiled": False, "graphs": True}}
-    seconds = runs.seconds(calibration_batch(rule, 200), ways)
+    seconds = runs.seconds(ways)
     assert seconds.keys() == ways.keys()
     assert min(seconds.values()) > 0
     assert (api.num_captures, api.num_replays) == (1, tuning.UNMEASURED_ROUNDS + tuning.ROUNDS - 1)
@@ -607,7 +607,8 @@ def test_a_budget_of_no_whole_merge_blocks_makes_graphs_of_whole_ones(
     encoder = make_encoder(tower)
     batches = random_packs([[(2, 3), (4, 4)]] * 3, tower.layout)
     expected = [result.vectors["tokens"] for result in encode_all(encoder, batches)]
-    Variants(encoder, make_rule(tower.layout), budget=budget, graph_api=lambda: api).use(compiled=False, graphs=True)
+    variants = Variants(encoder, batches[0], budget=budget, graph_api=lambda: api)
+    variants.use(compiled=False, graphs=True)
     found = [result.vectors["tokens"] for result in encode_all(encoder, batches)]
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
@@ -620,7 +621,7 @@ def test_compiled_layers_give_what_plain_ones_give(encoder: Encoder, rule: Resiz
     expected = encode_all(encoder, batches)
     torch.compiler.reset()
     counters.clear()
-    Variants(encoder, rule, budget=60).use(compiled=True, graphs=False)
+    Variants(encoder, calibration_batch(rule, 60), budget=60).use(compiled=True, graphs=False)
     num_frames = counters["frames"]["ok"]
     assert num_frames > 0
     with torch.compiler.set_stance("fail_on_recompile"):

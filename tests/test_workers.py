@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import make_rule
+from fakes import random_image
 from test_end_to_end import COMMAND, many_pictures, run
 
 import vlmembed.worker
@@ -32,7 +33,7 @@ from vlmembed.errors import ModelError, WorkerError
 from vlmembed.exchange import GROWTH_BYTES, PACKS_IN_FLIGHT, LoadOrder, PackOrder, Result, SharedBlock, Trouble
 from vlmembed.towers import open_tower
 from vlmembed.tuning import Settled
-from vlmembed.types import EmbeddingBatch, Failure, PatchedImage
+from vlmembed.types import EmbeddingBatch, Failure
 from vlmembed.worker import PinnedBlock
 from vlmembed.worker import packs as packs_of
 from vlmembed.workers import WorkerPool, _check_same_weights, _Job, _Worker
@@ -178,16 +179,7 @@ def layout(tiny_model: Path) -> TowerLayout:
 
 
 def make_pack(rows: list[int], grids: list[tuple[int, int]], layout: TowerLayout) -> PackedBatch:
-    images = [
-        PatchedImage(
-            row=row,
-            patches=np.random.default_rng(row).integers(0, 256, (h * w, 588), np.uint8),
-            grid_hw=(h, w),
-            size_hw=(1, 1),
-        )
-        for row, (h, w) in zip(rows, grids, strict=True)
-    ]
-    return make_batch(images, layout)
+    return make_batch([random_image(row, grid, layout) for row, grid in zip(rows, grids, strict=True)], layout)
 
 
 def opened(order: PackOrder, blocks: list[SharedBlock]) -> PackedBatch:

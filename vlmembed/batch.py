@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vlmembed.layout import attention_metadata
+from vlmembed.layout import attention_metadata, make_segments
 from vlmembed.slab import SlabLayout
 from vlmembed.types import AttentionMetadata, PackedBatch, PackHeader, Segments
 
@@ -196,8 +196,8 @@ def fill_batch(batch: PackedBatch, shape: PackShape, layout: TowerLayout) -> Pac
     segments = _filled_segments(lengths, shape.max_seqlen)
     starts = segments.cu_seqlens[num_images:-1].astype(np.int64)
     filler_prefix = (starts[:, None] + np.arange(prefix)).reshape(-1)
-    filler_tokens = np.arange(batch.num_tokens, segments.cu_seqlens[-1])
-    room = {"": shape.num_patches, "merged": shape.num_patches // unit, "tokens": int(segments.cu_seqlens[-1])}
+    num_tokens, num_merged = int(segments.cu_seqlens[-1]), shape.num_patches // unit
+    filler_tokens = np.arange(batch.num_tokens, num_tokens)
     windows = metadata.windows
     if windows is not None:
         per_window = np.diff(windows.cu_seqlens).tolist()
@@ -214,12 +214,12 @@ def fill_batch(batch: PackedBatch, shape: PackShape, layout: TowerLayout) -> Pac
             windows=windows,
             prefix_positions=np.concatenate([metadata.prefix_positions, filler_prefix]),
             patch_positions=np.concatenate([metadata.patch_positions, np.setdiff1d(filler_tokens, filler_prefix)]),
-            interp_indices=_zeros_behind(metadata.interp_indices, room[""]),
-            interp_weights=_zeros_behind(metadata.interp_weights, room[""]),
-            rope_positions=_zeros_behind(metadata.rope_positions, room["tokens"]),
-            window_index=_identity_behind(metadata.window_index, room["merged"]),
-            window_reverse=_identity_behind(metadata.window_reverse, room["merged"]),
-            merge_index=_identity_behind(metadata.merge_index, room[""]),
+            interp_indices=_zeros_behind(metadata.interp_indices, shape.num_patches),
+            interp_weights=_zeros_behind(metadata.interp_weights, shape.num_patches),
+            rope_positions=_zeros_behind(metadata.rope_positions, num_tokens),
+            window_index=_identity_behind(metadata.window_index, num_merged),
+            window_reverse=_identity_behind(metadata.window_reverse, num_merged),
+            merge_index=_identity_behind(metadata.merge_index, shape.num_patches),
         ),
     )
 
@@ -235,8 +235,7 @@ def _filling(num_patches: int, num_slots: int, per_segment: int) -> list[int]:
 def _filled_segments(lengths: list[int], max_seqlen: int) -> Segments:
     """Segments whose `max_seqlen` is that of the shape. They have no runs: these would differ from pack to pack, and
     what is captured once must not depend on them."""
-    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    return Segments(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, runs=())
+    return replace(make_segments(lengths), max_seqlen=max_seqlen, runs=())
 
 
 def _zeros_behind(array: Any, length: int) -> Any:  # noqa: ANN401  an array or None

@@ -16,8 +16,6 @@ Devices = tuple[torch.device, ...]
 
 _BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
 _CUDA_LIST = re.compile(r"cuda:(\d+(?:,\d+)*)")
-
-
 _OUT_OF_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator")
 
 
@@ -68,6 +66,11 @@ def name_of(devices: Devices) -> str:
     if devices[0].type == "cpu":
         return ",".join("cpu" for _ in devices)
     return "cuda:" + ",".join(str(device.index) for device in devices)
+
+
+def kind_of(name: str) -> str:
+    """``cpu`` or ``cuda``, of what `name_of` returned."""
+    return re.split("[:,]", name)[0]
 
 
 def pick_dtype(name: str, device: torch.device) -> str:

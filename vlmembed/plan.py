@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from vlmembed.config import EncodeConfig
 from vlmembed.decode import PIXEL_POLICY
-from vlmembed.devices import name_of, pick_devices, pick_dtype, weakest_first
+from vlmembed.devices import kind_of, name_of, pick_devices, pick_dtype, weakest_first
 from vlmembed.encoder import pick_pool, vector_columns
 from vlmembed.errors import ConfigError, InputError, MissingExtraError, ModelError, OutputError
 from vlmembed.exchange import LoadOrder
@@ -229,7 +229,7 @@ def _inherit_tuning(config: EncodeConfig, before: dict[str, Any], devices: Devic
     """What an earlier start decided on a device of this kind is kept where the device can do it; what is asked for now
     is done."""
     earlier = EncodeConfig.from_toml(before["recipe"])
-    if earlier.device.partition(":")[0].partition(",")[0] != config.device.partition(":")[0].partition(",")[0]:
+    if kind_of(earlier.device) != kind_of(config.device):
         return config
     names = [name for name in _TUNED if name in before["decided"] and getattr(config, name) == "auto"]
     inherited = replace(config, **{name: getattr(earlier, name) for name in names})

@@ -165,9 +165,10 @@ def settle(
         budget = auto_budget(encoder, rule, meter)
         config = replace(config, max_tokens_per_batch=budget)
     batch = calibration_batch(rule, min(budget, MAX_PACK_TOKENS))  # a budget may stand for "no limit"
-    variants = Variants(encoder, rule, budget=budget, graph_api=graph_api)
-    compiling, reasons["compile"] = _settle_compile(config, variants, batch, num_rows=num_rows)
-    graphs, reasons["cuda_graphs"] = _settle_graphs(config, variants, batch, num_rows=num_rows, compiled=compiling)
+    variants = Variants(encoder, batch, budget=budget, graph_api=graph_api)
+    num_packs = num_rows / len(batch.rows)
+    compiling, reasons["compile"] = _settle_compile(config, variants, num_packs=num_packs)
+    graphs, reasons["cuda_graphs"] = _settle_graphs(config, variants, num_packs=num_packs, compiled=compiling)
     variants.use(compiled=compiling, graphs=graphs)
     encoder.num_splits = 0  # trials are not the run's
     settled = replace(config, compile="on" if compiling else "off", cuda_graphs="on" if graphs else "off")
@@ -175,13 +176,16 @@ def settle(
 
 
 class Variants:
-    """The ways in which an encoder can run its layers."""
+    """The ways in which an encoder can run its layers, and the pack to try them on.
+
+    `budget` is the most tokens, hence patches, of the packs that graphs are for.
+    """
 
     def __init__(
-        self, encoder: Encoder, rule: ResizeRule, *, budget: int, graph_api: Callable[[], GraphApi] = CudaGraphs
+        self, encoder: Encoder, batch: PackedBatch, *, budget: int, graph_api: Callable[[], GraphApi] = CudaGraphs
     ) -> None:
         self.encoder = encoder
-        self._rule = rule
+        self.batch = batch
         self._budget = budget
         self._graph_api = graph_api
         self._is_warm = False
@@ -193,10 +197,10 @@ class Variants:
         encoder.graphs = None
         encoder.tower.use_compiled(compiled)
         if compiled and not self._is_warm:  # never inside a capture
-            try_out(encoder, calibration_batch(self._rule, min(self._budget, MAX_PACK_TOKENS)))
+            try_out(encoder, self.batch)
             self._is_warm = True
         if graphs and compiled not in self._runners:
-            unit = self._rule.layout.merge_size**2
+            unit = encoder.layout.merge_size**2
             self._runners[compiled] = GraphRunner(
                 encoder.tower,
                 self._graph_api(),
@@ -205,15 +209,15 @@ class Variants:
             )
         encoder.graphs = self._runners[compiled] if graphs else None
 
-    def seconds(self, batch: PackedBatch, ways: Mapping[str, Way]) -> dict[str, float]:
-        """Median seconds of a pack each way, interleaved, after unmeasured rounds: a graph is captured when its shape
+    def seconds(self, ways: Mapping[str, Way]) -> dict[str, float]:
+        """Median seconds of the pack each way, interleaved, after unmeasured rounds: a graph is captured when its shape
         comes for the second time."""
         timings: dict[str, list[float]] = {name: [] for name in ways}
         for number in range(UNMEASURED_ROUNDS + ROUNDS):
             for name, way in ways.items():
                 self.use(**way)
                 began = time.perf_counter()
-                try_out(self.encoder, batch)
+                try_out(self.encoder, self.batch)
                 if number >= UNMEASURED_ROUNDS:
                     timings[name].append(time.perf_counter() - began)
         return {name: statistics.median(values) for name, values in timings.items()}
@@ -231,7 +235,7 @@ def _check_graphs(device: torch.device, attention: str) -> None:
         raise ConfigError(msg)
 
 
-def _settle_compile(config: EncodeConfig, variants: Variants, batch: PackedBatch, *, num_rows: int) -> tuple[bool, str]:
+def _settle_compile(config: EncodeConfig, variants: Variants, *, num_packs: float) -> tuple[bool, str]:
     if config.compile == "off":
         return False, "as asked for"
     if config.compile == "on":
@@ -246,17 +250,16 @@ def _settle_compile(config: EncodeConfig, variants: Variants, batch: PackedBatch
             )
             raise MissingExtraError(msg) from error
         return True, "as asked for"
-    num_packs = num_rows / len(batch.rows)
     if num_packs < MIN_PACKS_TO_MEASURE:
         return False, f"about {num_packs:.0f} packs are too short a run to pay for it"
-    try_out(variants.encoder, batch)
+    try_out(variants.encoder, variants.batch)
     began = time.perf_counter()
-    try_out(variants.encoder, batch)
+    try_out(variants.encoder, variants.batch)
     seconds = (time.perf_counter() - began) * num_packs
     if seconds < MIN_SECONDS_TO_COMPILE:
         return False, f"about {seconds:.0f} s are too short a run to pay for it"
     try:
-        return _is_faster(variants, batch, {"compiled": True, "graphs": False}, {"compiled": False, "graphs": False})
+        return _is_faster(variants, {"compiled": True, "graphs": False}, {"compiled": False, "graphs": False})
     except RuntimeError as error:  # no C++ compiler, an operation that it does not know
         if is_out_of_memory(error):
             raise
@@ -264,24 +267,22 @@ def _settle_compile(config: EncodeConfig, variants: Variants, batch: PackedBatch
         return False, f"it failed: {_first_line(error)}"
 
 
-def _settle_graphs(
-    config: EncodeConfig, variants: Variants, batch: PackedBatch, *, num_rows: int, compiled: bool
-) -> tuple[bool, str]:
+def _settle_graphs(config: EncodeConfig, variants: Variants, *, num_packs: float, compiled: bool) -> tuple[bool, str]:
     if config.cuda_graphs != "auto":
         return config.cuda_graphs == "on", "as asked for"
     if not GRAPHS_CONFIRMED:
         return False, "not confirmed on a GPU yet"
     if variants.encoder.device.type != "cuda" or not BACKENDS[config.attention].is_flash:
         return False, f"not possible with {variants.encoder.device.type} and {config.attention} attention"
-    if num_rows / len(batch.rows) < MIN_PACKS_TO_MEASURE:
+    if num_packs < MIN_PACKS_TO_MEASURE:
         return False, "too short a run to pay for it"
-    return _is_faster(variants, batch, {"compiled": compiled, "graphs": True}, {"compiled": compiled, "graphs": False})
+    return _is_faster(variants, {"compiled": compiled, "graphs": True}, {"compiled": compiled, "graphs": False})
 
 
-def _is_faster(variants: Variants, batch: PackedBatch, way: Way, plain: Way) -> tuple[bool, str]:
-    seconds = variants.seconds(batch, {"plain": plain, "way": way})
+def _is_faster(variants: Variants, way: Way, plain: Way) -> tuple[bool, str]:
+    seconds = variants.seconds({"plain": plain, "way": way})
     gain = seconds["plain"] / seconds["way"]
-    return gain >= MIN_GAIN, f"{gain:.2f} times as fast as without on a pack of {batch.num_tokens} tokens"
+    return gain >= MIN_GAIN, f"{gain:.2f} times as fast as without on a pack of {variants.batch.num_tokens} tokens"
 
 
 def _first_line(error: BaseException) -> str:

@@ -32,7 +32,6 @@ from vlmembed.attention.metadata import DevicePack
 from vlmembed.batch import make_batch
 from vlmembed.calibration import MAX_PACK_TOKENS
 from vlmembed.devices import name_of
-from vlmembed.layout import ResizeRule
 from vlmembed.packer import PackingStats, pack
 from vlmembed.tuning import Variants
 
@@ -112,7 +111,7 @@ def one_resolution(bench: Bench, backend: str, name: str) -> Iterator[Row]:
     sizes, encoder = bench.sizes, pooling_encoder(bench.qwen)
     batch = noise_pack(sizes.packs[name], bench.qwen.layout)
     case = f"{backend}: {name} x {len(batch.rows)}"
-    runs = variants(bench, encoder, len(batch.patches))
+    variants = Variants(encoder, batch, budget=len(batch.patches), graph_api=bench.graph_api)
     shares: dict[str, float] = {}
 
     def measure(way: str, batches: list[PackedBatch], note: str = "") -> Row:
@@ -130,7 +129,7 @@ def one_resolution(bench: Bench, backend: str, name: str) -> Iterator[Row]:
         note = "not on a CPU: stand-ins" if bench.device.type == "cpu" and any(switches.values()) else ""
         try:
             with bench.compiler():
-                runs.use(**switches)
+                variants.use(**switches)
             with graph_attention(bench) if switches["graphs"] else nullcontext():
                 yield measure(way, [batch], note)
         except RuntimeError as error:  # there is no compiler, say
@@ -146,18 +145,6 @@ def one_resolution(bench: Bench, backend: str, name: str) -> Iterator[Row]:
         )
 
 
-def variants(bench: Bench, encoder: Encoder, budget: int) -> Variants:
-    """The ways to run an encoder, graphs of packs of `budget` patches among them."""
-    layout = bench.qwen.layout
-    rule = ResizeRule(
-        mode="native",
-        resize=layout.native.with_limits(None, budget * layout.patch_size**2 // 2),
-        layout=layout,
-        max_source_pixels=10**9,
-    )
-    return Variants(encoder, rule, budget=budget, graph_api=bench.graph_api)
-
-
 def syncs(bench: Bench) -> Iterator[Row]:
     """Host syncs in the streaming loop, over packs of all sizes."""
     backend = bench.attention[0]
@@ -165,9 +152,10 @@ def syncs(bench: Bench) -> Iterator[Row]:
     encoder = pooling_encoder(bench.qwen)
     different = [noise_pack(images, bench.qwen.layout) for images in bench.sizes.packs.values()]
     packs = list(islice(cycle(different), bench.sizes.num_packs))
-    runs = variants(bench, encoder, max(len(batch.patches) for batch in different))
+    largest = max(different, key=lambda batch: len(batch.patches))
+    variants = Variants(encoder, largest, budget=len(largest.patches), graph_api=bench.graph_api)
     for way in ("packed, eager", "packed, graph"):
-        runs.use(**WAYS[way])
+        variants.use(**WAYS[way])
         warm_up = different * bench.sizes.warm_ups
         if WAYS[way]["graphs"] and bench.device.type == "cpu":
             yield Row(part="c", case=f"{backend}: {way}", note="not on a CPU")

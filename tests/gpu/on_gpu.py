@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 import torch
 from checkpoints import tiny_checkpoint
+from fakes import random_image
 
 from vlmembed.attention.varlen import pick_attention
 from vlmembed.batch import make_batch
 from vlmembed.encoder import Encoder
 from vlmembed.schema import VectorColumn
 from vlmembed.towers import open_tower
-from vlmembed.types import PatchedImage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,19 +42,7 @@ def pooling_encoder(tower: Tower) -> Encoder:
 
 def noise_pack(grids: Sequence[tuple[int, int]], layout: TowerLayout) -> PackedBatch:
     """Images of random pixels on these patch grids, in this order."""
-    generator, patch = np.random.default_rng(0), layout.patch_size
-    return make_batch(
-        [
-            PatchedImage(
-                row=row,
-                patches=generator.integers(0, 256, (height * width, 3 * patch**2), dtype=np.uint8),
-                grid_hw=(height, width),
-                size_hw=(height * patch, width * patch),
-            )
-            for row, (height, width) in enumerate(grids)
-        ],
-        layout,
-    )
+    return make_batch([random_image(row, grid, layout) for row, grid in enumerate(grids)], layout)
 
 
 def embed(encoder: Encoder, batch: PackedBatch) -> torch.Tensor:

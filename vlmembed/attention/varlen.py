@@ -65,16 +65,14 @@ def pick_attention(name: str, *, device: torch.device, dtype: str, head_dim: int
     if name != "auto":
         if problem := refusal(name, capability=capability, dtype=dtype, head_dim=head_dim):
             raise ConfigError(problem)
-        if BACKENDS[name].is_flash:
-            _check_kernel(name, device=device, dtype=dtype, head_dim=head_dim, try_out=try_out)
+        _check_kernel(name, device=device, dtype=dtype, head_dim=head_dim, try_out=try_out)
         return name
     for candidate in preferred(capability, dtype):
         if problem := refusal(candidate, capability=capability, dtype=dtype, head_dim=head_dim):
             logger.info("%s", problem)
             continue
         try:
-            if BACKENDS[candidate].is_flash:
-                _check_kernel(candidate, device=device, dtype=dtype, head_dim=head_dim, try_out=try_out)
+            _check_kernel(candidate, device=device, dtype=dtype, head_dim=head_dim, try_out=try_out)
         except MissingExtraError as error:
             logger.info("%s", error)
             continue
@@ -83,11 +81,13 @@ def pick_attention(name: str, *, device: torch.device, dtype: str, head_dim: int
 
 
 def _check_kernel(name: str, *, device: torch.device, dtype: str, head_dim: int, try_out: bool) -> None:
-    """Load a flash backend, and call it.
+    """Load a flash backend, and with `try_out` call it; ours are always there.
 
     Raises:
         MissingExtraError: one of them failed.
     """
+    if not BACKENDS[name].is_flash:
+        return
     kernel = load_kernel(name)
     if not try_out:
         return
