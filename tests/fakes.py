@@ -349,7 +349,7 @@ def by_row(results: Iterable[EmbeddingBatch | Failure]) -> dict[int, dict[str, n
         if isinstance(result, EmbeddingBatch):
             for index, row in enumerate(result.rows.tolist()):
                 assert row not in found
-                found[row] = result.of_image(index)
+                found[row] = dict(result.of_image(index).vectors)
     return found
 
 

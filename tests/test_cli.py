@@ -94,7 +94,9 @@ def test_config_round_trips_through_toml() -> None:
     config = EncodeConfig(inputs=("a b", "ü\n"), output="o.parquet", keep_columns=("x", "y"), limit=3, normalize=False)
     assert EncodeConfig.from_toml(config.to_toml()) == config
     assert tomllib.loads(config.to_toml())["inputs"] == ["a b", "ü\n"]
-    with pytest.raises(ConfigError, match="unknown setting 'batch_size'; known are attention, compile, cuda_graphs, "):
+    with pytest.raises(
+        ConfigError, match="unknown setting 'batch_size'; known are attention, cache, cache_max_bytes, "
+    ):
         EncodeConfig.from_toml('inputs = ["a"]\noutput = "o"\nbatch_size = 8')
     with pytest.raises(ConfigError, match="not valid TOML"):
         EncodeConfig.from_toml("=")

@@ -5,11 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import pytest
 
 from vlmembed.errors import StoppedError
 from vlmembed.parallel import Channel, ordered_map
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def test_a_channel_hands_over_in_order_and_ends() -> None:
@@ -47,7 +51,7 @@ def test_ordered_map_keeps_the_order_and_its_bounds() -> None:
         time.sleep(0.001 * (size % 5))
         return size
 
-    def started(sizes: list[int]) -> object:
+    def started(sizes: list[int]) -> Iterator[int]:
         nonlocal most_items, most_bytes
         for size in sizes:
             yield size
@@ -59,7 +63,13 @@ def test_ordered_map_keeps_the_order_and_its_bounds() -> None:
     sizes = [(number * 7) % 50 for number in range(200)]
     found = []
     with ThreadPoolExecutor(4) as pool:
-        results = ordered_map(work, started(sizes), pool, max_items=6, max_bytes=100, num_bytes=lambda size: size)  # type: ignore[arg-type]
+        results = ordered_map(
+            lambda size: pool.submit(work, size),
+            started(sizes),
+            max_items=6,
+            max_bytes=100,
+            num_bytes=lambda size: size,
+        )
         for result in results:
             found.append(result)
             with lock:
@@ -71,10 +81,16 @@ def test_ordered_map_keeps_the_order_and_its_bounds() -> None:
 
 def test_ordered_map_lets_a_single_large_item_through() -> None:
     with ThreadPoolExecutor(2) as pool:
-        results = ordered_map(str, [1000, 2000], pool, max_items=6, max_bytes=10, num_bytes=lambda size: size)
+        results = ordered_map(
+            lambda size: pool.submit(str, size), [1000, 2000], max_items=6, max_bytes=10, num_bytes=lambda size: size
+        )
         assert list(results) == ["1000", "2000"]
 
 
 def test_ordered_map_raises_what_the_work_raised() -> None:
     with ThreadPoolExecutor(2) as pool, pytest.raises(ZeroDivisionError):
-        list(ordered_map(lambda x: 1 // x, [1, 0, 1], pool, max_items=2, max_bytes=9, num_bytes=lambda _: 1))
+        list(
+            ordered_map(
+                lambda x: pool.submit(lambda: 1 // x), [1, 0, 1], max_items=2, max_bytes=9, num_bytes=lambda _: 1
+            )
+        )

@@ -45,16 +45,23 @@ _HELP = {
     "max_pixels": "Area a larger picture is reduced to (native).",
     "max_source_pixels": "A larger picture fails before it is decoded.",
     "max_tokens_per_batch": "Token budget of a pack.",
-    "workers": "Decoding threads.",
+    "workers": "Decoding threads or processes.",
+    "decode": "Processes outlive a decoder that crashes, and stop one that hangs.",
+    "timeout": "Seconds that reading an image, or decoding one, may take.",
     "image_column": "Image column of Parquet inputs; found where there is one candidate.",
     "id_column": "Column of Parquet inputs that holds unique ids.",
     "keep_columns": "Column of Parquet inputs to carry into the output; repeat it, or separate by commas.",
     "recursive": "Descend into subfolders.",
     "limit": "Read only the first rows.",
     "dedup": "What is hashed to find duplicates.",
+    "cache": "Folder of embeddings that runs share: what is in it is not decoded or encoded again.",
+    "cache_max_bytes": "What the cache may grow to.",
+    "reuse": "Earlier output with the same model and settings: its embeddings are taken over. Repeatable.",
     "on_error": "What a failed row does to the run.",
     "max_error_rate": "Share of failed rows above which the exit code is 3.",
     "overwrite": "Replace an existing output, and the parts of another run.",
+    "retry_failed": "Read and encode the failed rows of a finished OUTPUT again.",
+    "deterministic": "Every image travels alone: its embedding depends on no other.",
     "rows_per_part": "Input rows committed together.",
 }
 _SWITCHES = {"normalize": "--normalize/--no-normalize", "recursive": "--recursive/--no-recursive"}
@@ -74,9 +81,9 @@ def config_options(command: Callable[..., None]) -> Callable[..., None]:
         elif field.name in WHOLE_NUMBERS:
             options["type"] = int
             options["show_default"] = "auto" if field.default is None and field.name != "limit" else True
-        elif field.name == "keep_columns":
+        elif field.name in ("keep_columns", "reuse"):
             options |= {"multiple": True, "show_default": False}
-        elif field.name in ("overwrite", "deepstack"):
+        elif field.default is False:
             options["is_flag"] = True
         command = click.option(flag, field.name, **options)(command)
     return command

@@ -26,12 +26,16 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "embedding_dtype": ("auto", "float32", "float16"),
     "resize": ("auto", "native", "official"),
     "dedup": ("bytes", "pixels", "none"),
+    "decode": ("threads", "processes"),
     "on_error": ("skip", "fail"),
 }
 """The values that a field of words can take."""
 
 DEFAULT_MAX_SOURCE_PIXELS = 178_956_970
 """Where Pillow itself stops calling a picture plausible; as RGB it fills 0.5 GB."""
+
+DEFAULT_CACHE_BYTES = 64 * 2**30
+"""About 40 million vectors of 384 float32 values."""
 
 WHOLE_NUMBERS = (
     "min_pixels",
@@ -41,6 +45,7 @@ WHOLE_NUMBERS = (
     "workers",
     "limit",
     "rows_per_part",
+    "cache_max_bytes",
 )
 """The fields that are 1 or more where they are given."""
 
@@ -67,14 +72,21 @@ class EncodeConfig:
         min_pixels, max_pixels: area that a picture is resized into by ``"native"``, in pixels.
         max_source_pixels: a larger picture fails before it is decoded, in pixels.
         max_tokens_per_batch: budget of a pack, in tokens.
-        workers: decoding threads.
+        workers: decoding threads or processes.
+        decode: ``"processes"`` outlives a decoder that crashes, and stops one that hangs.
+        timeout: seconds that reading an image, or decoding one, may take; the run is given up when nothing at all has
+            moved for 30 times as long.
         image_column, id_column, keep_columns: of Parquet inputs.
         recursive: descend into subfolders.
         limit: read only the first rows.
         dedup: hash the encoded ``"bytes"`` or the decoded ``"pixels"``.
+        cache: folder of embeddings shared by runs, by content hash and encoder. cache_max_bytes: what it may grow to.
+        reuse: outputs of earlier runs with the same encoder, whose embeddings are taken over.
         on_error: ``"fail"`` ends the run at the first failed row.
         max_error_rate: share of failed rows, 0 to 1, above which the command exits with 3.
         overwrite: replace an existing output, and the parts of another run; those of the same run are gone on with.
+        retry_failed: read and encode the failed rows of a finished output again, and nothing else.
+        deterministic: every image travels alone, so that its embedding does not depend on its neighbours.
         rows_per_part: input rows that are committed together.
     """
 
@@ -98,15 +110,22 @@ class EncodeConfig:
     max_source_pixels: int = DEFAULT_MAX_SOURCE_PIXELS
     max_tokens_per_batch: int | None = None
     workers: int | None = None
+    decode: str = "threads"
+    timeout: float = 120.0
     image_column: str | None = None
     id_column: str | None = None
     keep_columns: tuple[str, ...] = ()
     recursive: bool = True
     limit: int | None = None
     dedup: str = "bytes"
+    cache: str | os.PathLike[str] | None = None
+    cache_max_bytes: int = DEFAULT_CACHE_BYTES
+    reuse: tuple[str | os.PathLike[str], ...] = ()
     on_error: str = "skip"
     max_error_rate: float = 0.01
+    retry_failed: bool = False
     overwrite: bool = False
+    deterministic: bool = False
     rows_per_part: int | None = None
 
     def __post_init__(self) -> None:
@@ -126,9 +145,15 @@ class EncodeConfig:
         if not 0 <= self.max_error_rate <= 1:
             msg = f"max_error_rate is {self.max_error_rate}; it is a share, 0 to 1"
             raise ConfigError(msg)
+        if not 0 < self.timeout < float("inf"):
+            msg = f"timeout is {self.timeout}; it is a number of seconds, more than 0"
+            raise ConfigError(msg)
+        if self.retry_failed and self.overwrite:
+            msg = "retry_failed keeps what is embedded, and overwrite starts anew: leave one out"
+            raise ConfigError(msg)
 
     def _check_lists(self) -> None:
-        for name in ("inputs", "keep_columns"):
+        for name in ("inputs", "keep_columns", "reuse"):
             if isinstance(value := getattr(self, name), (str, os.PathLike)):
                 msg = f"{name} is {value!r}; it is a tuple of them: ({value!r},)"
                 raise ConfigError(msg)

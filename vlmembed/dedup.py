@@ -82,5 +82,9 @@ def dedup(
         if isinstance(image.content, ImageError):
             yield ref_of(image, None, None), Failure.from_error(image.row, "read", image.content)
             continue
-        ref = ref_of(image, hashlib.sha256(image.content).digest(), index)
-        yield ref, UniqueImage(row=image.row, content=image.content) if ref.first_row == ref.row else None
+        content_hash = hashlib.sha256(image.content).digest()
+        ref = ref_of(image, content_hash, index)
+        if ref.first_row != ref.row:
+            yield ref, None
+            continue
+        yield ref, UniqueImage(row=image.row, key=image.key, content_hash=content_hash, content=image.content)

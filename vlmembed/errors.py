@@ -12,6 +12,8 @@ A bad image is a row with a code; a bad setting is an exception.
     │   ├── MissingExtraError   an optional package is not installed
     │   ├── DeviceError         a device reported an error other than a lack of memory
     │   ├── WorkerError         no worker process is left, or none can take a pack
+    │   ├── StorageError        a file of the run could not be written, or is not what was written
+    │   ├── StalledError        nothing moved for so long that the run was given up
     │   ├── RowFailedError      ``on_error="fail"`` met a failed row
     │   ├── NothingEmbeddedError  the run ended without a single embedding
     │   └── AccountingError     rows read != embedded + duplicates + failed
@@ -35,6 +37,8 @@ class FailureCode(StrEnum):
     TOO_LARGE = "too_large"
     ASPECT_RATIO = "aspect_ratio"
     OUT_OF_MEMORY = "out_of_memory"
+    TIMEOUT = "timeout"
+    DECODER_CRASH = "decoder_crash"
     NON_FINITE = "non_finite"
     UNREADABLE = "unreadable"
     NULL = "null"
@@ -78,6 +82,14 @@ class DeviceError(RunError):
 
 class WorkerError(RunError):
     """No worker process is left, or a pack has ended several of them."""
+
+
+class StorageError(RunError):
+    """A file of the run could not be written, or does not hold what was written into it."""
+
+
+class StalledError(RunError):
+    """Nothing moved for so long that the run was given up."""
 
 
 class RowFailedError(RunError):

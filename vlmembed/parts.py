@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from vlmembed.errors import AccountingError, FailureCode
 from vlmembed.output import atomic, drop_parts
 from vlmembed.schema import ERRORS_SCHEMA, HASH_BYTES, with_provenance
-from vlmembed.types import Failure
+from vlmembed.types import Embedded, Failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from vlmembed.output import OutputPaths
     from vlmembed.schema import VectorColumn
-    from vlmembed.types import FloatArray, Int64Array
+    from vlmembed.types import Int64Array
 
 PART_GROUP_ROWS = 1024
 PART_GROUP_BYTES = 16 * 2**20
@@ -58,15 +58,6 @@ class PartRecord:
     num_embedded: int
     num_duplicates: int
     num_failed: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Embedded:
-    """One image's result: `vectors` by column, (D,) or (tokens, D), `size_hw` in pixels, `grid_hw` in patches."""
-
-    vectors: Mapping[str, FloatArray]
-    size_hw: tuple[int, int]
-    grid_hw: tuple[int, int]
 
 
 class PartStore:
@@ -159,7 +150,7 @@ class PartStore:
         assert table["row"][index].as_py() == row
         key, *sizes = (table[name][index].as_py() for name in _FOUND_COLUMNS)
         vectors = {column.name: column.from_arrow(table[column.name][index]) for column in self.vectors}
-        return key, Embedded(vectors=vectors, size_hw=(sizes[0], sizes[1]), grid_hw=(sizes[2], sizes[3]))
+        return key, Embedded(row=row, vectors=vectors, size_hw=(sizes[0], sizes[1]), grid_hw=(sizes[2], sizes[3]))
 
     def _read_rows(self, number: int) -> Int64Array:
         rows: Int64Array = pq.read_table(self._part(number), columns=["row"])["row"].to_numpy()

@@ -199,9 +199,8 @@ class Pipeline:
     ) -> Iterator[tuple[Image, bytes | None, PatchedImage | Failure]]:
         """Each image with what `_patch` makes of it, in order, within the bounds of `pool`."""
         return ordered_map(
-            lambda image: (image, *self._patch(image.row, image.content)),
+            lambda image: pool.submit(lambda: (image, *self._patch(image.row, image.content))),
             images,
-            pool,
             max_items=4 * self._num_workers,
             max_bytes=MAX_DECODE_BYTES,
             num_bytes=lambda image: len(image.content) if isinstance(image.content, bytes) else 0,

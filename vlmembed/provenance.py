@@ -61,6 +61,25 @@ def make_fingerprint(
     return plain
 
 
+_OF_THE_RUN = (
+    "dedup",
+    "image_column",
+    "id_column",
+    "keep_columns",
+    "source_sha256",
+    "keys_sha256",
+    "num_rows",
+    "retry",
+)
+"""Entries of a fingerprint that say which rows a run has, not what becomes of an image."""
+
+
+def encoder_fingerprint(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """What two runs must share for the embedding of an image to be the same in both: weights, preprocessing, pooling,
+    dtypes, format; not the inputs."""
+    return {name: value for name, value in fingerprint.items() if name not in _OF_THE_RUN}
+
+
 def difference(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """One line per entry in which two fingerprints disagree."""
     lines = []

@@ -63,9 +63,11 @@ class ImageRef:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class UniqueImage:
-    """An image that no earlier row has shown."""
+    """An image that no earlier row has shown; `content_hash` is the SHA-256 of `content`."""
 
     row: int
+    key: str
+    content_hash: bytes
     content: bytes
 
 
@@ -194,12 +196,31 @@ class EmbeddingBatch:
     vectors: Mapping[str, FloatArray]
     offsets: Int64Array | None = None
 
-    def of_image(self, index: int) -> dict[str, FloatArray]:
-        """The vectors of one image: (D,), or (its tokens, D)."""
-        if self.offsets is None:
-            return {name: values[index] for name, values in self.vectors.items()}
-        start, stop = self.offsets[index : index + 2].tolist()
-        return {name: values[start:stop] for name, values in self.vectors.items()}
+    def of_image(self, index: int) -> Embedded:
+        """The result of one image: vectors of (D,), or of (its tokens, D)."""
+        at: int | slice = index if self.offsets is None else slice(*self.offsets[index : index + 2].tolist())
+        return Embedded(
+            row=int(self.rows[index]),
+            vectors={name: values[at] for name, values in self.vectors.items()},
+            size_hw=tuple(self.size_hw[index].tolist()),
+            grid_hw=tuple(self.grid_hw[index].tolist()),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Embedded:
+    """The result of one row's image.
+
+    Attributes:
+        row: the row that was encoded (or whose vectors were found).
+        vectors: by output column, (D,) or (tokens, D).
+        size_hw: pixels. grid_hw: patches.
+    """
+
+    row: int
+    vectors: Mapping[str, FloatArray]
+    size_hw: tuple[int, int]
+    grid_hw: tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 
 from vlmembed.errors import AccountingError, FailureCode, RowFailedError
-from vlmembed.parts import Embedded, PartRecord
-from vlmembed.types import EmbeddingBatch, Failure, ImageRef
+from vlmembed.parts import PartRecord
+from vlmembed.types import Embedded, EmbeddingBatch, Failure, ImageRef
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,7 +56,7 @@ class Writer:
         self._open: dict[int, _OpenPart] = {}
         self._next_part = len(store.records)
 
-    def add(self, item: ImageRef | Failure | EmbeddingBatch) -> None:
+    def add(self, item: ImageRef | Failure | Embedded | EmbeddingBatch) -> None:
         """Take one value from upstream.
 
         Raises:
@@ -68,6 +68,8 @@ class Writer:
             part.num_duplicates += item.first_row != item.row
         elif isinstance(item, Failure):
             self._fail(item)
+        elif isinstance(item, Embedded):
+            self._add_embedded(item)
         else:
             self._add_embeddings(item)
         while (ready := self._open.get(self._next_part)) is not None and ready.is_complete:
@@ -92,18 +94,15 @@ class Writer:
         part.outcomes[failure.row] = failure
 
     def _add_embeddings(self, batch: EmbeddingBatch) -> None:
-        for index, row in enumerate(batch.rows.tolist()):
-            vectors = batch.of_image(index)
-            if not all(np.isfinite(values).all() for values in vectors.values()):
-                message = "the tower's output holds NaN, infinity, or a value beyond --embedding-dtype for this image"
-                self._fail(Failure(row=row, stage="encode", code=FailureCode.NON_FINITE, message=message))
-                continue
-            part = self._part_of(row)
-            part.outcomes[row] = Embedded(
-                vectors=vectors,
-                size_hw=tuple(batch.size_hw[index].tolist()),
-                grid_hw=tuple(batch.grid_hw[index].tolist()),
-            )
+        for index in range(len(batch.rows)):
+            self._add_embedded(batch.of_image(index))
+
+    def _add_embedded(self, image: Embedded) -> None:
+        if not all(np.isfinite(values).all() for values in image.vectors.values()):
+            message = "the tower's output holds NaN, infinity, or a value beyond --embedding-dtype for this image"
+            self._fail(Failure(row=image.row, stage="encode", code=FailureCode.NON_FINITE, message=message))
+            return
+        self._part_of(image.row).outcomes[image.row] = image
 
     def _commit(self, number: int, part: _OpenPart) -> None:
         images: list[tuple[ImageRef, Embedded, str | None]] = []

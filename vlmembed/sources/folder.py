@@ -199,9 +199,8 @@ class FolderSource:
 
         with ThreadPoolExecutor(READ_THREADS, thread_name_prefix="read") as pool:
             yield from ordered_map(
-                load,
+                lambda item: pool.submit(load, item),
                 self._listed(start),
-                pool,
                 max_items=4 * READ_THREADS,
                 max_bytes=MAX_READ_AHEAD_BYTES,
                 num_bytes=lambda item: item[1].num_bytes,
