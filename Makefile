@@ -6,10 +6,10 @@ READY := $(VENV)/.ready
 MODEL := dinov2-small
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check fmt bench bench-gpu clean model data
+.PHONY: help demo test test-slow crash-test fuzz check fmt bench bench-gpu clean model data
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "vlmembed needs Python 3.11 or newer; run make PYTHON=python3.11")'
@@ -26,15 +26,25 @@ demo: model  ## set up, embed the sample pictures, show the result
 
 # The labelled pictures behind the accuracy test: a Debian package, unpacked here, never committed.
 STAMPS := .data/tuxpaint-stamps
-data: $(STAMPS)
+PILLOW_IMAGES := .data/pillow-images
+data: $(STAMPS) $(PILLOW_IMAGES)
 $(STAMPS):
 	sh tests/fetch_stamps.sh $@
+# Odd and broken pictures: the test images of Pillow's source package.
+$(PILLOW_IMAGES): | $(READY)
+	sh tests/fetch_pillow_images.sh $@ $(BIN)/python
 
 test: model data  ## set up, run the tests
-	VLMEMBED_STAMPS=$(STAMPS) $(BIN)/python -m pytest
+	VLMEMBED_STAMPS=$(STAMPS) VLMEMBED_PILLOW_IMAGES=$(PILLOW_IMAGES) $(BIN)/python -m pytest
 
 test-slow: $(READY)  ## run what takes minutes: full-size towers (10 GB of memory), downloads
 	$(BIN)/python -m pytest -m slow
+
+crash-test: $(READY)  ## kill runs at many moments, and at every file operation
+	$(BIN)/python -m pytest -m crash -s tests/test_crash.py
+
+fuzz: $(READY)  ## feed mutated Parquet files and pictures for ten minutes
+	$(BIN)/python tests/fuzz.py --seconds 600
 
 check: $(READY)  ## lint, types and import contracts; changes nothing
 	$(BIN)/ruff check .
@@ -50,6 +60,8 @@ bench: model  ## run the benchmarks; results go to pipelines/benchmarks/results
 	$(BIN)/python pipelines/benchmarks/packing.py
 	$(BIN)/python pipelines/benchmarks/end_to_end.py
 	$(BIN)/python pipelines/benchmarks/towers.py
+	$(BIN)/python pipelines/benchmarks/cache.py
+	$(BIN)/python pipelines/benchmarks/deterministic.py
 
 bench-gpu: model  ## the same for a machine with a GPU: numerics, then speeds beside their floors
 	$(BIN)/python pipelines/benchmarks/gpu.py

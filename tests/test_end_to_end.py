@@ -71,7 +71,7 @@ FAILED = {
 }
 
 
-def run(inputs: object, output: Path, **settings: Any) -> RunReport:  # noqa: ANN401
+def run(inputs: object, output: Path | str, **settings: Any) -> RunReport:  # noqa: ANN401
     names = tuple(map(str, inputs)) if isinstance(inputs, (list, tuple)) else (str(inputs),)
     return vlmembed.encode(EncodeConfig(inputs=names, output=str(output), **settings))
 
@@ -504,7 +504,7 @@ def test_a_kill_between_output_and_clean_up(tmp_path: Path, tiny_model: Path, mo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(PartStore, "drop", staticmethod(killed))
+        patch.setattr("vlmembed.output.drop", killed)
         with pytest.raises(KeyboardInterrupt):
             run(SAMPLES, out, model=str(tiny_model))
     assert partial.exists()

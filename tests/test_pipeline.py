@@ -51,7 +51,7 @@ def breaks_at(call: int, function: Callable[..., Any]) -> Callable[..., Any]:
 
 STAGES = {
     "read": (FolderSource, "read", 1),
-    "decode": ("vlmembed.pipeline", "preprocess", 60),
+    "decode": ("vlmembed.patcher", "preprocess", 60),
     "pack": ("vlmembed.packer", "make_batch", 8),
     "encode": (Encoder, "_submit", 8),
     "write": (Writer, "add", 100),
@@ -97,7 +97,7 @@ def test_no_memory_for_one_image_is_its_rows_failure(
             raise MemoryError
         return preprocess(rgb, row, rule)
 
-    monkeypatch.setattr("vlmembed.pipeline.preprocess", short_of_memory)
+    monkeypatch.setattr("vlmembed.patcher.preprocess", short_of_memory)
     report = run(folder, tmp_path / "out.parquet", model=str(tiny_model))
     assert report.codes["out_of_memory"] == 1
 

@@ -16,8 +16,8 @@ from conftest import SAMPLES
 from vlmembed.config import EncodeConfig
 from vlmembed.errors import ConfigError, FailureCode, ImageError, InputError
 from vlmembed.sources import open_source
+from vlmembed.sources.columns import find_image_column
 from vlmembed.sources.folder import escape_name
-from vlmembed.sources.parquet import find_image_column
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -20,6 +20,7 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import vlmembed
+from vlmembed.assembly import assemble
 from vlmembed.cli import cli
 from vlmembed.config import EncodeConfig
 from vlmembed.encoder import Encoder
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 SIZES = [(90, 120), (64, 64), (13, 300), (1, 1), (200, 150)]
 LEVELS = ("tokens", "deepstack_0", "deepstack_1")
-assemble = PartStore.assemble
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_tokens_survive_a_stop_and_a_late_duplicate(
 def test_row_groups_are_bounded_by_bytes(
     qwen: tuple[Any, Path], pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vlmembed.parts.MAX_GROUP_BYTES", 4096)
+    monkeypatch.setattr("vlmembed.assembly.MAX_GROUP_BYTES", 4096)
     run(pictures, tmp_path / "out.parquet", qwen[1], emit="tokens")
     assert pq.read_metadata(tmp_path / "out.parquet").num_row_groups > 1
 
@@ -284,10 +284,10 @@ def test_overwriting_another_run_loads_the_tower_once(
 
     monkeypatch.setattr(Blueprint, "load", counted)
     output = tmp_path / "out.parquet"
-    monkeypatch.setattr(PartStore, "assemble", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("vlmembed.run.assemble", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         run(pictures, output, tmp_path / "model")
-    monkeypatch.setattr(PartStore, "assemble", assemble)
+    monkeypatch.setattr("vlmembed.run.assemble", assemble)
     with pytest.raises(OutputError, match=r"pool: \"head\" there, \"mean\" now"):
         run(pictures, output, tmp_path / "model", pool="mean")
     assert len(loads) == 1  # the refusal needed no weights

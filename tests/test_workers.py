@@ -6,7 +6,6 @@ import contextlib
 import io
 import multiprocessing
 import os
-import pickle
 import shutil
 import signal
 import subprocess
@@ -23,23 +22,26 @@ import pytest
 import torch
 from conftest import make_rule
 from fakes import random_image
+from odd_children import echoed, opened
 from test_end_to_end import COMMAND, many_pictures, run
 
 import vlmembed.worker
-from vlmembed.batch import PackCost, make_batch, open_batch
+import vlmembed.workers
+from vlmembed.batch import PackCost, make_batch
+from vlmembed.child import Child
 from vlmembed.config import EncodeConfig
 from vlmembed.encoder import vector_columns
 from vlmembed.errors import ModelError, WorkerError
-from vlmembed.exchange import GROWTH_BYTES, PACKS_IN_FLIGHT, LoadOrder, PackOrder, Result, SharedBlock, Trouble
+from vlmembed.exchange import GROWTH_BYTES, PACKS_IN_FLIGHT, LoadOrder, Result, SharedBlock, Trouble
 from vlmembed.towers import open_tower
 from vlmembed.tuning import Settled
 from vlmembed.types import EmbeddingBatch, Failure
 from vlmembed.worker import PinnedBlock
 from vlmembed.worker import packs as packs_of
-from vlmembed.workers import WorkerPool, _check_same_weights, _Job, _Worker
+from vlmembed.workers import WorkerPool, _check_same_weights, _Job, _load, _Worker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
     from multiprocessing.connection import Connection
 
     from vlmembed.layout import TowerLayout
@@ -156,9 +158,18 @@ class ThreadWorker(_Worker):
         self.connection, self.theirs = multiprocessing.Pipe()
         self.jobs = {}
         self.num_splits = 0
+        self.silent_seconds = 0.0
+        self.is_killed = False
         descriptors = [block.descriptor for block in self.blocks]
         self.thread = threading.Thread(target=serve, args=(self.theirs, descriptors), daemon=True)
         self.thread.start()
+
+    @property
+    def is_alive(self) -> bool:  # noqa: D102  as there
+        return True  # its connection tells
+
+    def kill(self) -> None:  # noqa: D102  as there
+        self.is_killed = True
 
     def exit(self) -> str:  # noqa: D102  as there
         return "as the test wanted"
@@ -182,12 +193,6 @@ def make_pack(rows: list[int], grids: list[tuple[int, int]], layout: TowerLayout
     return make_batch([random_image(row, grid, layout) for row, grid in zip(rows, grids, strict=True)], layout)
 
 
-def opened(order: PackOrder, blocks: list[SharedBlock]) -> PackedBatch:
-    """The pack of an order, as a worker reads it."""
-    block = blocks[order.slot].view(order.num_bytes + order.num_header_bytes)
-    return open_batch(pickle.loads(block[order.num_bytes :].tobytes()), block[: order.num_bytes])  # noqa: S301  our own
-
-
 def echo(connection: Connection, descriptors: list[int]) -> None:
     """A worker that gives back the sum of each image's patches, one image at a time."""
     blocks = [SharedBlock(os.dup(descriptor)) for descriptor in descriptors]
@@ -201,18 +206,6 @@ def echo(connection: Connection, descriptors: list[int]) -> None:
         connection.close()
         for block in blocks:
             block.close()
-
-
-def echoed(batch: PackedBatch) -> Iterator[EmbeddingBatch | Failure]:
-    starts = np.concatenate([[0], np.cumsum(batch.grid_hw.prod(axis=1))])
-    for index in range(len(batch.rows)):
-        total = batch.patches[starts[index] : starts[index + 1]].sum(dtype=np.float64)
-        yield EmbeddingBatch(
-            rows=batch.rows[index : index + 1].copy(),
-            grid_hw=batch.grid_hw[index : index + 1].copy(),
-            size_hw=batch.size_hw[index : index + 1].copy(),
-            vectors={"sum": np.array([[total]], np.float32)},
-        )
 
 
 def sums(results: list[EmbeddingBatch | Failure | None]) -> dict[int, float]:
@@ -271,6 +264,87 @@ def test_half_a_pack_from_a_worker_that_dies_is_not_delivered(layout: TowerLayou
     assert (pool.num_lost, pool.num_splits) == (2, 4)
     pool.close()
     assert found == sums([value for batch in packs for value in echoed(batch)])
+
+
+class EchoProcess(_Worker):
+    """A worker that is a process, but has no device and no model; what `silent_row` does is said there."""
+
+    def __init__(self, device: str, silent_row: int = -1) -> None:
+        self.device = device
+        self.blocks = [SharedBlock() for _ in range(PACKS_IN_FLIGHT)]
+        self.jobs = {}
+        self.num_splits = 0
+        self.silent_seconds = 0.0
+        descriptors = [block.descriptor for block in self.blocks]
+        Child.__init__(self, "odd_children", descriptors, silent_row, descriptors=descriptors)
+
+
+@pytest.mark.parametrize(
+    ("silent_row", "reason"), [(14, "it did not answer for 0.4 s"), (15, "it stopped in the middle of an answer")]
+)
+def test_a_worker_that_hangs_is_buried_and_its_packs_go_to_the_others(
+    silent_row: int, reason: str, layout: TowerLayout, caplog: pytest.LogCaptureFixture
+) -> None:
+    hangs = EchoProcess("cuda:0", silent_row)
+    assert len(list(WorkerPool([hangs], LINEAR).stream([make_pack([0], [(2, 2)], layout)]))) >= 1  # it has started
+    packs = [make_pack([silent_row + number], [(2, 3)], layout) for number in range(40)]
+    pool = WorkerPool([hangs, ThreadWorker("cuda:1", echo)], LINEAR, answer_seconds=0.4)
+    assert sums(list(pool.stream(packs))) == sums([value for batch in packs for value in echoed(batch)])
+    assert (pool.num_lost, hangs.process.returncode) == (1, -signal.SIGKILL)
+    assert f"the worker on cuda:0 died ({reason})" in caplog.text
+    pool.close()
+
+
+def test_a_worker_is_not_silent_while_nobody_listens(layout: TowerLayout) -> None:
+    """The run was stopped with Ctrl-Z, or its writer waited for a disk."""
+
+    def holds(connection: Connection, _: list[int]) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                connection.recv()
+        connection.close()
+
+    worker = ThreadWorker("cpu", holds)
+    pool = WorkerPool([worker], LINEAR, answer_seconds=30.0)
+    stream = pool.stream([make_pack([0], [(2, 2)], layout)])
+    next(stream)
+    pool._listened_at -= 1000
+    next(stream)
+    assert 1.0 <= worker.silent_seconds < 2.0
+    assert pool.num_lost == 0
+    pool._answer_seconds = 0.1
+    with pytest.raises(WorkerError, match=r"no worker is left: .* \(it did not answer for 0\.1 s\)"):
+        list(stream)
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"), [(signal.SIGSTOP, "it had not loaded after 0.3 s"), (signal.SIGKILL, "killed; .*")]
+)
+def test_a_worker_that_does_not_load_is_not_waited_for_without_end(
+    number: signal.Signals, reason: str, layout: TowerLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vlmembed.workers, "LOAD_SECONDS", 0.3)
+    order = LoadOrder(
+        config=EncodeConfig(inputs=("x",), output="y"),
+        vectors=(),
+        rule=make_rule(layout),
+        num_rows=1,
+        device="",
+        num_workers=1,
+        log_level=40,
+    )
+    worker = EchoProcess("cuda:3")
+    worker.process.send_signal(number)
+    with pytest.raises(WorkerError, match=rf"the worker on cuda:3 ended while it loaded the model \({reason}\)"):
+        _load([worker], order)
+    worker.close()
+
+
+def test_ctrl_c_does_not_reach_a_worker_however_early_it_comes() -> None:
+    worker = EchoProcess("cpu")
+    worker.process.send_signal(signal.SIGINT)
+    worker.close()
+    assert worker.process.returncode == 0
 
 
 def test_a_pack_that_workers_die_of_is_not_given_to_all_of_them(layout: TowerLayout) -> None:

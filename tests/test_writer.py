@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from vlmembed.errors import AccountingError, ConfigError, FailureCode, OutputError, RowFailedError
+from vlmembed.assembly import assemble
+from vlmembed.errors import AccountingError, ConfigError, FailureCode, OutputError, RowFailedError, StorageError
 from vlmembed.output import OutputPaths, lock, read_manifest, write_manifest
 from vlmembed.parts import PartRecord, PartStore, read_records
 from vlmembed.schema import VectorColumn, output_schema, read_provenance
@@ -48,7 +49,7 @@ def make(
 ) -> tuple[OutputPaths, PartStore, Writer]:
     paths = OutputPaths(output=folder / "out.parquet")
     paths.partial.mkdir(exist_ok=True)
-    store = PartStore(paths, output_schema(VECTORS, EMPTY), vectors=VECTORS, rows_per_part=rows_per_part)
+    store = PartStore(paths.partial, output_schema(VECTORS, EMPTY), vectors=VECTORS, rows_per_part=rows_per_part)
     writer = Writer(
         store,
         num_rows=num_rows,
@@ -56,6 +57,7 @@ def make(
         kept=EMPTY,
         on_error=on_error,
         on_commit=lambda _: None,
+        on_computed=lambda _: None,
     )
     return paths, store, writer
 
@@ -72,7 +74,7 @@ def test_rows_come_out_in_input_order_with_duplicates_from_other_parts(tmp_path:
     assert store.records == []  # row 1 is still missing
     feed(writer, batch(1))
     assert writer.finish(10) == {"embedded": 6, "duplicates": 3, "failed": 1}
-    store.assemble({"what": "test"})
+    assemble(store, paths, {"what": "test"})
     table = pq.read_table(paths.output)
     assert table["id"].to_pylist() == ["k0", "k1", "k2", "k3", "k5", "k6", "k7", "k8", "k9"]
     assert table["duplicate_of"].to_pylist() == [None, None, None, "k1", None, "k2", None, None, "k1"]
@@ -83,7 +85,7 @@ def test_rows_come_out_in_input_order_with_duplicates_from_other_parts(tmp_path:
     assert table.schema.equals(output_schema(VECTORS, EMPTY))
     assert read_provenance(table.schema, "x") == {"what": "test"}
     errors = pq.read_table(paths.errors)
-    assert errors.to_pylist() == [{"id": "k4", "stage": "decode", "code": "corrupt", "message": "bad"}]
+    assert errors.to_pylist() == [{"id": "k4", "row": 4, "stage": "decode", "code": "corrupt", "message": "bad"}]
     assert not paths.partial.exists()
 
 
@@ -92,7 +94,7 @@ def test_a_duplicate_of_a_failed_row_fails_with_its_code(tmp_path: Path) -> None
     feed(writer, ref(0), ref(1, 0), broken(0), ref(2), ref(3, 0), batch(2), ref(4, 2), ref(5, 0))
     assert writer.finish(6) == {"embedded": 1, "duplicates": 1, "failed": 4}
     assert store.codes() == {"corrupt": 4}
-    store.assemble({})
+    assemble(store, paths, {})
     errors = pq.read_table(paths.errors).to_pylist()
     assert [entry["id"] for entry in errors] == ["k0", "k1", "k3", "k5"]
     assert {entry["code"] for entry in errors} == {"corrupt"}
@@ -119,12 +121,30 @@ def test_rows_that_do_not_add_up_are_a_crash_with_a_report(tmp_path: Path) -> No
     assert writer.finish(6)["embedded"] == 6
 
 
+def test_a_part_that_was_damaged_is_done_again_with_those_behind_it(tmp_path: Path) -> None:
+    paths, store, writer = make(tmp_path, 12)
+    feed(writer, *(ref(row) for row in range(12)), batch(*range(12)))
+    part = paths.partial / "part-000001.parquet"
+    content = bytearray(part.read_bytes())
+    content[40] ^= 1
+    part.write_bytes(content)
+    with pytest.raises(StorageError, match="damaged on disk after they were written: the same command does their rows"):
+        assemble(store, paths, {})
+    assert not paths.output.exists()
+    _, store, writer = make(tmp_path, 12)
+    assert [record.number for record in store.records] == [0]
+    (paths.partial / "part-000000.errors.parquet").unlink()
+    assert store.check() == 1
+    assert store.next_row == 0
+    assert make(tmp_path, 12)[1].next_row == 0
+
+
 def test_an_output_that_lacks_rows_is_not_published(tmp_path: Path) -> None:
     paths, store, writer = make(tmp_path, 4)
     feed(writer, *(ref(row) for row in range(4)), batch(0, 1, 2, 3))
-    pq.write_table(pq.read_table(store._part(0)).slice(1), store._part(0))
-    with pytest.raises(AccountingError, match="would hold 3 rows where its parts' lines promise 4"):
-        store.assemble({})
+    store.records[0] = replace(store.records[0], num_embedded=5)
+    with pytest.raises(AccountingError, match="would hold 4 rows where its parts' lines promise 5"):
+        assemble(store, paths, {})
     assert not paths.output.exists()
     assert paths.partial.exists()
 
@@ -141,7 +161,7 @@ def test_committed_parts_are_found_again(tmp_path: Path) -> None:
     feed(writer, *(ref(row) for row in range(6)), batch(0, 1, 3, 4), broken(2))
     with (paths.partial / "parts.jsonl").open("a") as file:
         file.write('{"number": 1, "first_r')  # cut by a crash
-    again = PartStore(paths, output_schema(VECTORS, EMPTY), vectors=VECTORS, rows_per_part=4)
+    again = PartStore(paths.partial, output_schema(VECTORS, EMPTY), vectors=VECTORS, rows_per_part=4)
     assert again.next_row == 4
     assert list(again.hashes()) == [(row, bytes([row]) * 32) for row in range(4)]
     _, store, writer = make(tmp_path, 8)
@@ -149,15 +169,15 @@ def test_committed_parts_are_found_again(tmp_path: Path) -> None:
     assert writer.finish(8) == {"embedded": 4, "duplicates": 2, "failed": 2}
     lines = (paths.partial / "parts.jsonl").read_text().splitlines()
     assert [json.loads(line)["number"] for line in lines] == [0, 1]
-    store.assemble({})
+    assemble(store, paths, {})
     assert pq.read_table(paths.output)["id"].to_pylist() == ["k0", "k1", "k3", "k5", "k6", "k7"]
 
 
 def test_row_groups_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlmembed.parts.MAX_GROUP_ROWS", 5)
+    monkeypatch.setattr("vlmembed.assembly.MAX_GROUP_ROWS", 5)
     paths, store, writer = make(tmp_path, 17, rows_per_part=3)
     feed(writer, *(ref(row) for row in range(17)), batch(*range(17)))
-    store.assemble({})
+    assemble(store, paths, {})
     metadata = pq.read_metadata(paths.output)
     assert [metadata.row_group(at).num_rows for at in range(metadata.num_row_groups)] == [5, 5, 5, 2]
     column = metadata.row_group(0).column(1)
@@ -200,8 +220,19 @@ def test_manifests(tmp_path: Path) -> None:
 def test_outputs_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match=r"does not end in .parquet"):
         OutputPaths(output=tmp_path / "out.csv")
-    (tmp_path / "d.parquet").mkdir()
-    with pytest.raises(OutputError, match="is a folder"):
-        OutputPaths(output=tmp_path / "d.parquet")
+    with pytest.raises(OutputError, match=r"in .parquet: name a file like out.parquet, or a folder like out/"):
+        OutputPaths.of(tmp_path / "out")
+    (tmp_path / "d.parquet").touch()
+    with pytest.raises(OutputError, match="is a file: name it without the slash"):
+        OutputPaths.of(f"{tmp_path}/d.parquet/")
+    for names in (["part-000000.parquet"], ["_SUCCESS", "notes.txt"], [".git"]):
+        folder = tmp_path / names[0].strip(".")
+        folder.mkdir()
+        for name in names:
+            (folder / name).touch()
+        with pytest.raises(OutputError, match=f"holds '{names[-1]}', which is not a run's: choose another folder"):
+            OutputPaths.of(folder)
+    with pytest.raises(OutputError, match=f"cannot write to {tmp_path}/d.parquet: make it a folder"):
+        OutputPaths.of(tmp_path / "d.parquet" / "out.parquet").check_writable()
     with pytest.raises(ConfigError, match="--keep-columns width: the output has a column of that name"):
         output_schema(VECTORS, pa.schema([("width", pa.int32())]))

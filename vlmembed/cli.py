@@ -6,8 +6,10 @@ import dataclasses
 import io
 import logging
 import os
+import signal
 import sys
 import textwrap
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +19,17 @@ from vlmembed.config import CHOICES, WHOLE_NUMBERS, EncodeConfig
 from vlmembed.errors import UsageError, VlmembedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from vlmembed.inspect import Inspection
     from vlmembed.report import RunReport
+    from vlmembed.verify import Verification
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_TOO_MANY_ERRORS = 3
 EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
 
 _HELP = {
     "model": "Built-in name, local folder, or Hugging Face id (see `vlmembed models`).",
@@ -114,7 +118,7 @@ def encode(*, no_progress: bool, verbose: bool, keep_columns: tuple[str, ...], *
         click.echo(f"listing the inputs, loading {config.model} ...", err=True)
     from vlmembed.run import encode as run_encode  # noqa: PLC0415  loads torch
 
-    report = run_encode(config, progress=progress)
+    report = run_encode(config, progress=progress, hung=lambda: os._exit(EXIT_FAILED))
     click.echo(describe_report(report))
     if not report.already_complete and report.failed_share > config.max_error_rate:
         click.echo(
@@ -132,6 +136,35 @@ def inspect(file: Path) -> None:
     from vlmembed.inspect import inspect as run_inspect  # noqa: PLC0415  keeps `--help` light
 
     click.echo(describe_inspection(run_inspect(file)))
+
+
+@cli.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("inputs", nargs=-1, metavar="[INPUT...]")
+@click.option("--rows", "num_rows", type=int, default=100, show_default=True, help="How many, at random.")
+@click.option("--all", "check_all", is_flag=True, help="All rows.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the sample.")
+@click.option("--tolerance", type=float, help="Largest |now - stored| / |stored|; 0.002 for fp32, 0.05 for bf16, fp16.")
+@click.option("--device", default="auto", show_default=True, help="As of encode.")
+@click.option("-v", "--verbose", is_flag=True, help="Log more on stderr.")
+def verify(
+    *,
+    file: Path,
+    inputs: tuple[str, ...],
+    num_rows: int,
+    check_all: bool,
+    verbose: bool,
+    **settings: Any,  # noqa: ANN401
+) -> None:
+    """Read, hash and encode rows of the output FILE again, and report the largest deviation; exit code 3 beyond the
+    tolerance. INPUT... stand for the recorded ones where the pictures have moved."""
+    _set_up_logging(verbose=verbose)
+    from vlmembed.verify import verify as run_verify  # noqa: PLC0415  loads torch
+
+    found = run_verify(file, num_rows=None if check_all else num_rows, inputs=inputs, **settings)
+    click.echo(describe_verification(found))
+    if not found.is_good:
+        sys.exit(EXIT_TOO_MANY_ERRORS)
 
 
 @cli.command()
@@ -175,34 +208,42 @@ def describe_report(report: RunReport) -> str:
     )
     if report.already_complete:
         return f"{report.output} is already complete: {total}"
-    lines = [f"{report.output}: {total}"]
-    if report.codes:
-        codes = ", ".join(f"{count} {code}" for code, count in sorted(report.codes.items(), key=lambda pair: -pair[1]))
-        lines.append(f"  failed: {codes} (in {report.errors})")
-    if report.skipped:
-        skipped = ", ".join(f"{count} {kind}" for kind, count in report.skipped.items())
-        lines.append(f"  skipped files: {skipped}")
-    if report.num_malformed_exif:
-        lines.append(f"  {report.num_malformed_exif:,} images had a malformed EXIF block, which was ignored (see -v)")
-    if report.num_resumed:
-        lines.append(f"  {report.num_resumed:,} rows were committed by an earlier start")
-    if report.num_splits:
-        lines.append(
-            f"  {report.num_splits:,} packs did not fit into memory and were split; "
-            "a lower --max-tokens-per-batch would spare that"
-        )
-    if report.num_lost_workers:
-        lines.append(f"  {report.num_lost_workers:,} worker processes died; the others did their work")
-    lines.append(
-        f"  {report.num_encoded:,} images, {report.num_tokens:,} tokens in {report.num_packs:,} packs, "
-        f"packing efficiency {report.packing_efficiency:.1%}"
-    )
+    lines = [f"{report.output}: {total}", *(f"  {note}" for note in _notes(report))]
+    if not report.num_encoded:
+        return "\n".join([*lines, f"  no image had to be encoded; {report.seconds:.1f} s"])
     rate, tokens = report.num_encoded / report.seconds, report.num_tokens / report.seconds
     lines += [
+        (
+            f"  {report.num_encoded:,} images, {report.num_tokens:,} tokens in {report.num_packs:,} packs, "
+            f"packing efficiency {report.packing_efficiency:.1%}"
+        ),
         f"  {report.seconds:.1f} s + {report.setup_seconds:.1f} s set-up: {rate:.1f} images/s, {tokens:,.0f} tokens/s",
         f"  slowest stage: {report.slowest_stage} ({report.slowest_share:.0%} busy)",
     ]
     return "\n".join(lines)
+
+
+def _notes(report: RunReport) -> Iterator[str]:
+    """What is said only where there is something to say."""
+    if report.codes:
+        codes = ", ".join(f"{count} {code}" for code, count in sorted(report.codes.items(), key=lambda pair: -pair[1]))
+        yield f"failed: {codes} (in {report.errors})"
+    if report.skipped:
+        skipped = ", ".join(f"{count} {kind}" for kind, count in report.skipped.items())
+        yield f"skipped files: {skipped}"
+    counted = (
+        (report.num_malformed_exif, "images had a malformed EXIF block, which was ignored (see -v)"),
+        (report.num_resumed, "rows were committed by an earlier start"),
+        (report.num_found, "embeddings were known already (--cache, --reuse)"),
+        (report.num_retried, f"failed rows were tried again, {report.num_recovered:,} are embedded now"),
+        (
+            report.num_splits,
+            "packs did not fit into memory and were split; a lower --max-tokens-per-batch would spare that",
+        ),
+        (report.num_replaced_decoders, "decoding threads or processes hung or crashed and were replaced"),
+        (report.num_lost_workers, "worker processes died; the others did their work"),
+    )
+    yield from (f"{number:,} {what}" for number, what in counted if number)
 
 
 def describe_inspection(found: Inspection) -> str:
@@ -237,13 +278,43 @@ def describe_inspection(found: Inspection) -> str:
     return "\n".join(lines)
 
 
+MAX_SHOWN = 10
+
+
+def describe_verification(found: Verification) -> str:
+    """What a check has found, for a person."""
+    lines = [f"{found.path}: {found.num_checked:,} of {found.num_rows:,} rows were read and encoded again"]
+    lines += [f"  wrong: {problem}" for problem in found.problems]
+    shown = [f"    {key}" for key in found.changed[:MAX_SHOWN]]
+    lines += [f"  {len(found.changed):,} have other contents now than those that were encoded", *shown]
+    shown = [f"    {key}: {reason}" for key, reason in list(found.failed.items())[:MAX_SHOWN]]
+    lines += [f"  {len(found.failed):,} cannot be read or encoded any more", *shown]
+    verdict = "within" if found.worst <= found.tolerance else "BEYOND"
+    at = f" ({found.worst_id})" if found.worst_id else ""
+    lines.append(f"  largest deviation {found.worst:.2g}{at}, {verdict} the tolerance of {found.tolerance:g}")
+    if found.differences:
+        lines += ["  this installation is not the one that made it:", *(f"    {line}" for line in found.differences)]
+    return "\n".join(lines)
+
+
 def _set_up_logging(*, verbose: bool) -> None:
     logging.basicConfig(level=logging.INFO if verbose else logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
     logging.captureWarnings(capture=True)
 
 
+class _TerminatedError(KeyboardInterrupt):
+    """SIGTERM: the run ends as by Ctrl-C."""
+
+
+def _terminate(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # who cannot wait sends it again
+    raise _TerminatedError
+
+
 def main() -> None:
     """Run the command line and exit with the documented codes."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminate)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names that do not decode are shown, not fatal
@@ -252,15 +323,18 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(EXIT_USAGE)
-    except (KeyboardInterrupt, click.Abort):
-        click.echo("\ninterrupted; whatever was committed is kept, and the same command goes on from there", err=True)
+    except (KeyboardInterrupt, click.Abort) as interrupt:
+        is_terminated = isinstance(interrupt.__cause__ or interrupt, _TerminatedError)  # click wraps it
+        code = EXIT_TERMINATED if is_terminated else EXIT_INTERRUPTED
+        what = "terminated" if code == EXIT_TERMINATED else "interrupted"
+        click.echo(f"\n{what}; whatever was committed is kept, and the same command goes on from there", err=True)
         sys.stdout.flush()
         # Not sys.exit: an interrupt that struck inside an import's exec() would make Python exit with the signal, and
         # a decoding thread that hangs would be waited for.
-        os._exit(EXIT_INTERRUPTED)
+        os._exit(code)
     except VlmembedError as error:
         click.echo(f"vlmembed: {error}", err=True)
         sys.exit(EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED)
-    except OSError as error:  # a full disk, a folder that went away: whatever was committed is kept
-        click.echo(f"vlmembed: {error}", err=True)
+    except OSError as error:  # a full disk, a folder that went away
+        click.echo(f"vlmembed: {error}; what was committed is kept, and the same command goes on from there", err=True)
         sys.exit(EXIT_FAILED)

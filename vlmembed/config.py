@@ -34,6 +34,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
 DEFAULT_MAX_SOURCE_PIXELS = 178_956_970
 """Where Pillow itself stops calling a picture plausible; as RGB it fills 0.5 GB."""
 
+STALL_TIMEOUTS = 30
+"""What has not moved for so many times `timeout` is given up: a device worker, or the run."""
+
 DEFAULT_CACHE_BYTES = 64 * 2**30
 """About 40 million vectors of 384 float32 values."""
 
@@ -150,6 +153,9 @@ class EncodeConfig:
             raise ConfigError(msg)
         if self.retry_failed and self.overwrite:
             msg = "retry_failed keeps what is embedded, and overwrite starts anew: leave one out"
+            raise ConfigError(msg)
+        if self.deterministic and self.cuda_graphs == "on":
+            msg = "deterministic runs no CUDA graphs, which fill packs up to other shapes: leave cuda_graphs on out"
             raise ConfigError(msg)
 
     def _check_lists(self) -> None:

@@ -1,34 +1,48 @@
 """Encoded bytes to RGB, by one declared pixel policy.
 
 The policy (recorded in the provenance as `PIXEL_POLICY`): EXIF orientation applied; alpha and palette transparency
-composited on white; 16-bit scaled to 8; CMYK and YCCK converted without a colour profile; the first frame of an
-animation; truncated files fail.
+composited on white; 16-bit scaled to 8; CMYK and YCCK converted without a colour profile, LAB by its
+standard's; the first frame of an animation; truncated files fail.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import re
+import struct
 import threading
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import PIL
 from PIL import Image, ImageFile, UnidentifiedImageError
 
+from vlmembed.codestream import check_codestreams
+from vlmembed.directory import check_tiff, read_directory
 from vlmembed.errors import FailureCode, ImageError
 from vlmembed.formats import SNIFF_BYTES, readable_formats, sniff_format
+from vlmembed.pixels import stripes, to_rgb
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PIXEL_POLICY = "1: exif applied, alpha on white, 16-bit scaled, cmyk converted, first frame"
 
+MAX_EXIF_BYTES = 2**24
+"""A larger EXIF block is ignored: Pillow makes Python objects of what it holds."""
+
+MAX_SIDE_PIXELS = 2**23
+"""Pillow's resize takes up to 32 bytes for each pixel along a side, and gives up at 67 million of them."""
+
+MAX_FITS_GZIP_PIXELS = 2**22
+"""Pillow unpacks a FITS file of this kind in Python, in 45 bytes and half a microsecond a pixel."""
+
 _ORIENTATION_TAG = 0x0112
 _TRANSPOSE = {
+    1: None,
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -37,13 +51,27 @@ _TRANSPOSE = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_16_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
+_EXIF_PREFIX = re.compile(rb"\A(?:Exif\0\0){1,2}")
+_AVIF_EXIF_ITEM = re.compile(rb"(infe(?:\x02.{7}|\x03.{9}))Exif", re.DOTALL)
+_AVIF_EXIF_PROBLEM = "Invalid Exif payload"
+_DECLARED_SIZE = re.compile(rb"ispe\0{4}(.{8})", re.DOTALL)
 
 _ENDS_EARLY = ("eoferror", "truncated", "unexpected end", "end of file", "not enough image data")
 """Words of Pillow's plugins for a file that stops before its picture does, in lower case."""
 
-_NOT_SUPPORTED = ("unsupported", "not supported", "unknown compression", "cannot find loader")
+_NOT_SUPPORTED = (
+    "unsupported",
+    "not supported",
+    "not yet supported",
+    "unknown compression",
+    "unimplemented",
+    "unknown pixel format",
+    "cannot find loader",
+)
 """Words for a file that is whole, of a kind that Pillow knows and cannot decode."""
+
+_METADATA_TOO_LARGE = ("max_text_chunk", "max_text_memory")
+"""Pillow's names for what a PNG's texts and its colour profile may inflate to: 1 MiB each, texts 64 MiB in all."""
 
 _settings_lock = threading.Lock()
 _limits: list[int] = []  # of the runs that are going on
@@ -65,7 +93,8 @@ class DecodedImage:
     def pixel_hash(self) -> bytes:
         """SHA-256 over the size and the RGB bytes: 32 bytes, equal for equal pictures in different files."""
         digest = hashlib.sha256(f"RGB {self.rgb.width}x{self.rgb.height}\n".encode())
-        digest.update(self.rgb.tobytes())
+        for _, stripe in stripes(self.rgb):
+            digest.update(stripe.tobytes())
         return digest.digest()
 
 
@@ -102,96 +131,107 @@ def decode(content: bytes, *, max_source_pixels: int) -> DecodedImage:
     """
     if not content:
         raise ImageError(FailureCode.EMPTY, "the file has 0 bytes")
-    image = _open(content)
-    width, height = image.size
-    if width * height > max_source_pixels:
-        msg = (
-            f"{width}x{height} = {width * height} pixels, over the limit of {max_source_pixels}: "
-            "raise --max-source-pixels to accept it"
-        )
-        raise ImageError(FailureCode.TOO_LARGE, msg)
+    _check_header(content, max_source_pixels)
+    image, exif_problem = _open(content, max_source_pixels)
+    _check_size(image, max_source_pixels)
     try:
         image.load()
-        transpose, exif_problem = _transpose_of(image)
-        rgb = _to_rgb(image)
+        _check_size(image, max_source_pixels)  # again: what an ICNS or HEIF holds may be larger than it says
+        transpose, problem = _transpose_of(image)
+        rgb = to_rgb(image)
+        del image  # not held beside the upright copy
         if transpose is not None:
             rgb = rgb.transpose(transpose)
     except ImageError:
         raise
     except MemoryError as error:
-        msg = f"no memory for {width}x{height} pixels"
-        raise ImageError(FailureCode.OUT_OF_MEMORY, msg) from error
+        raise ImageError(FailureCode.OUT_OF_MEMORY, "no memory for the picture's pixels") from error
     except Exception as error:
         raise _broken(content, error) from error
-    return DecodedImage(rgb=rgb, exif_problem=exif_problem)
+    return DecodedImage(rgb=rgb, exif_problem=exif_problem or problem)
 
 
-def _open(content: bytes) -> Image.Image:
+def _check_header(content: bytes, max_source_pixels: int) -> None:
+    """Refuse what would cost much memory to open, or much more to decode than its picture."""
+    if content.startswith((b"II", b"MM")):
+        check_tiff(content, max_source_pixels)
+    elif sniff_format(content[:SNIFF_BYTES]) in ("JPEG2000", "ICNS"):
+        check_codestreams(content, max_source_pixels)
+
+
+def _check_size(image: Image.Image, max_source_pixels: int) -> None:
+    width, height = image.size
+    is_slow_fits = image.format == "FITS" and any(tile[0] == "fits_gzip" for tile in getattr(image, "tile", ()))
+    limit = min(max_source_pixels, MAX_FITS_GZIP_PIXELS) if is_slow_fits else max_source_pixels
+    if width * height > limit:
+        remedy = "save it without gzip" if is_slow_fits else "raise --max-source-pixels to accept it"
+        msg = f"{width}x{height} = {width * height} pixels, over the limit of {limit}: {remedy}"
+        raise ImageError(FailureCode.TOO_LARGE, msg)
+    if max(width, height) > MAX_SIDE_PIXELS:
+        msg = f"{width}x{height}: a side is over the limit of {MAX_SIDE_PIXELS} pixels; cut it to pieces"
+        raise ImageError(FailureCode.ASPECT_RATIO, msg)
+
+
+def _open(content: bytes, max_source_pixels: int) -> tuple[Image.Image, str]:
+    """The image, not yet decoded, and why its EXIF block had to be hidden for that, if so."""
     try:
-        return Image.open(io.BytesIO(content), formats=readable_formats())
+        return Image.open(io.BytesIO(content), formats=readable_formats()), ""
     except UnidentifiedImageError as error:
-        name = sniff_format(content[:SNIFF_BYTES])
-        if name == "HEIF" and name not in readable_formats():
-            msg = "HEIC needs the heif extra: pip install pillow-heif"
-            raise ImageError(FailureCode.UNSUPPORTED_FORMAT, msg) from error
-        if name is None:
-            msg = f"not a picture format that is read with Pillow {PIL.__version__}; it begins {content[:8]!r}"
-            raise ImageError(FailureCode.UNSUPPORTED_FORMAT, msg) from error
-        unreadable = ValueError(f"it begins like {name}, but Pillow cannot read its header")
-        raise _broken(content, unreadable) from error
+        raise _unidentified(content, max_source_pixels) from error
     except MemoryError as error:
         raise ImageError(FailureCode.OUT_OF_MEMORY, "no memory to read the header") from error
     except Exception as error:
+        if _AVIF_EXIF_PROBLEM in str(error):
+            without_exif = _AVIF_EXIF_ITEM.sub(rb"\1skip", content)
+            if without_exif != content:
+                return _open(without_exif, max_source_pixels)[0], str(error)
         raise _broken(content, error) from error
+
+
+def _unidentified(content: bytes, max_source_pixels: int) -> ImageError:
+    name = sniff_format(content[:SNIFF_BYTES])
+    if name == "HEIF" and name not in readable_formats():
+        msg = "HEIC needs the heif extra: pip install pillow-heif"
+        return ImageError(FailureCode.UNSUPPORTED_FORMAT, msg)
+    if name is None:
+        msg = f"not a picture format that is read with Pillow {PIL.__version__}; it begins {content[:8]!r}"
+        return ImageError(FailureCode.UNSUPPORTED_FORMAT, msg)
+    if name in ("AVIF", "HEIF"):  # libavif has a limit of its own, and Pillow does not say that it was met
+        for width, height in (struct.unpack(">II", match[1]) for match in _DECLARED_SIZE.finditer(content)):
+            if width * height > max_source_pixels:
+                msg = f"{width}x{height} = {width * height} pixels, over the limit of {max_source_pixels}"
+                return ImageError(FailureCode.TOO_LARGE, msg)
+    return _broken(content, ValueError(f"it begins like {name}, but Pillow cannot read its header"))
 
 
 def _broken(content: bytes, error: Exception) -> ImageError:
     """Tell files that end too early, are too large or of an unreadable kind from those that are wrong inside."""
-    message = f"{type(error).__name__}: {error}"
+    message = f"{type(error).__name__}: {error}".strip()
+    lower = message.lower()
     if isinstance(error, Image.DecompressionBombError):
-        return ImageError(FailureCode.TOO_LARGE, f"{message} Raise --max-source-pixels to accept it")
-    if any(phrase in message.lower() for phrase in _NOT_SUPPORTED):
+        return ImageError(FailureCode.TOO_LARGE, f"{str(error).split(',')[0]}: raise --max-source-pixels to accept it")
+    if any(phrase in lower for phrase in _METADATA_TOO_LARGE):
+        return ImageError(FailureCode.TOO_LARGE, f"{message}: save it without its texts and colour profile")
+    if "security limit exceeded" in lower:  # libheif's words
+        return ImageError(FailureCode.TOO_LARGE, message)
+    if any(phrase in lower for phrase in _NOT_SUPPORTED):
         return ImageError(FailureCode.UNSUPPORTED_FORMAT, message)
-    ends_early = any(phrase in message.lower() for phrase in _ENDS_EARLY)
+    ends_early = any(phrase in lower for phrase in _ENDS_EARLY)
     if sniff_format(content[:SNIFF_BYTES]) == "WEBP":  # libwebp does not say; the RIFF header does
         ends_early = ends_early or int.from_bytes(content[4:8], "little") + 8 > len(content)
     return ImageError(FailureCode.TRUNCATED if ends_early else FailureCode.CORRUPT, message)
 
 
 def _transpose_of(image: Image.Image) -> tuple[Image.Transpose | None, str]:
-    """What turns the image upright by its EXIF orientation, and why the EXIF block could not be read, if so."""
+    """What turns the image upright by its EXIF orientation, and what is wrong with the EXIF block, if anything."""
+    exif = image.info.get("exif")
     try:
+        if exif and len(exif) > MAX_EXIF_BYTES:
+            return None, f"{len(exif)} bytes, more than {MAX_EXIF_BYTES}"
+        _, problem = read_directory(_EXIF_PREFIX.sub(b"", exif)) if exif else ([], "")
         orientation = image.getexif().get(_ORIENTATION_TAG, 1)
     except Exception as error:  # noqa: BLE001  whatever the EXIF parser trips over is a warning, not a failure
         return None, f"{type(error).__name__}: {error}"
-    return _TRANSPOSE.get(orientation) if isinstance(orientation, int) else None, ""
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode in _16_BIT_MODES:
-        values = np.asarray(image).astype(np.uint32)
-        scaled = ((values * 255 + 32767) // 65535).astype(np.uint8)
-        if isinstance(transparent := image.info.get("transparency"), int):
-            scaled[values == transparent] = 255
-        return Image.fromarray(scaled).convert("RGB")
-    if image.mode in ("I", "F"):
-        return Image.fromarray(_scale_to_8_bit(np.asarray(image))).convert("RGB")
-    if image.has_transparency_data:
-        rgba = image.convert("RGBA")
-        white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
-        return Image.alpha_composite(white, rgba).convert("RGB")
-    if image.mode == "LAB":
-        msg = "colour mode LAB has no conversion to RGB without a profile: convert the file to RGB"
-        raise ImageError(FailureCode.UNSUPPORTED_FORMAT, msg)
-    return image.convert("RGB")
-
-
-def _scale_to_8_bit(values: np.ndarray) -> np.ndarray:
-    """32-bit integers count as 16-bit unless one is larger; floats in 0..1 are scaled, others taken as 0..255."""
-    if values.dtype.kind == "f":
-        if not np.isfinite(values).all():
-            raise ImageError(FailureCode.CORRUPT, "the picture holds NaN or infinite samples")
-        scale = 255.0 if values.max() <= 1.0 else 1.0
-    else:
-        scale = 255 / 65535 if values.max() <= 65535 else 255 / (2**31 - 1)  # noqa: PLR2004  the types' ranges
-    return np.clip(np.rint(values * scale), 0, 255).astype(np.uint8)
+    if isinstance(orientation, int) and orientation in _TRANSPOSE:
+        return _TRANSPOSE[orientation], problem
+    return None, problem or f"its orientation is {str(orientation)[:40]!r}, not one of 1 to 8"

@@ -10,6 +10,7 @@ import sqlite3
 from typing import TYPE_CHECKING
 
 from vlmembed.errors import ImageError
+from vlmembed.parts import storing
 from vlmembed.types import Failure, ImageRef, UniqueImage
 
 if TYPE_CHECKING:
@@ -28,17 +29,23 @@ class HashIndex:
     """
 
     def __init__(self, path: Path) -> None:
-        path.unlink(missing_ok=True)
         self._path = path
-        self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-        self._database.execute("PRAGMA journal_mode = OFF")
-        self._database.execute("PRAGMA synchronous = OFF")
-        self._database.execute("CREATE TABLE seen (hash BLOB PRIMARY KEY, first_row INTEGER) WITHOUT ROWID")
-        self._database.execute("BEGIN")
+        with storing(path):
+            path.unlink(missing_ok=True)
+            self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+            self._database.execute("PRAGMA journal_mode = OFF")
+            self._database.execute("PRAGMA synchronous = OFF")
+            self._database.execute("CREATE TABLE seen (hash BLOB PRIMARY KEY, first_row INTEGER) WITHOUT ROWID")
+            self._database.execute("BEGIN")
 
     def first_row(self, content_hash: bytes, row: int) -> int:
-        """The first row with this hash; `row` itself, which is then remembered, where there was none."""
-        cursor = self._database.execute("INSERT OR IGNORE INTO seen VALUES (?, ?)", (content_hash, row))
+        """The first row with this hash; `row` itself, which is then remembered, where there was none.
+
+        Raises:
+            StorageError: the disk is full, say.
+        """
+        with storing(self._path):
+            cursor = self._database.execute("INSERT OR IGNORE INTO seen VALUES (?, ?)", (content_hash, row))
         if cursor.rowcount:
             return row
         found = self._database.execute("SELECT first_row FROM seen WHERE hash = ?", (content_hash,)).fetchone()

@@ -32,18 +32,22 @@ _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
     (0, b"\xffO\xffQ", "JPEG2000"),
     (4, b"ftypavif", "AVIF"),
     (4, b"ftypavis", "AVIF"),
-    (4, b"ftypheic", "HEIF"),
-    (4, b"ftypheix", "HEIF"),
+    (4, b"ftyphei", "HEIF"),
+    (4, b"ftyphev", "HEIF"),
     (4, b"ftypmif1", "HEIF"),
     (4, b"ftypmsf1", "HEIF"),
     (0, b"8BPS\x00\x01", "PSD"),
     (0, b"DDS ", "DDS"),
     (0, b"qoif", "QOI"),
     (0, b"icns", "ICNS"),
+    (0, b"SIMPLE  =", "FITS"),
+    (0, b"\x59\xa6\x6a\x95", "SUN"),
+    (0, b"P7 332", "XVTHUMB"),
 )
 
-_FORMATS_NOT_READ = frozenset({"BUFR", "EPS", "FITS", "GRIB", "HDF5", "MPEG", "WMF"})
-"""EPS is a program, run by Ghostscript; the others hold no picture, or none that Pillow alone can decode."""
+_FORMATS_NOT_READ = frozenset({"BUFR", "EPS", "GRIB", "HDF5", "IPTC", "MPEG", "WMF"})
+"""EPS is a program, run by Ghostscript; IPTC may wrap one, since Pillow opens what is inside whatever it is; the others
+hold no picture, or none that Pillow alone can decode."""
 
 _EXTENSIONS_BESIDE_PILLOWS = frozenset({".avif", ".heic", ".heif", ".jfif", ".jxl", ".webp"})
 
@@ -63,11 +67,15 @@ def sniff_format(head: bytes) -> str | None:
 
 @lru_cache(maxsize=1)
 def readable_formats() -> tuple[str, ...]:
-    """Pillow's names of the formats that are decoded; HEIF among them where the `heif` extra is installed."""
+    """Pillow's names of the formats that are decoded, in the order in which it tries them.
+
+    HEIF is among them where the `heif` extra is installed.
+    """
+    Image.preinit()
     Image.init()
     if pillow_heif is not None:
         pillow_heif.register_heif_opener()
-    return tuple(sorted(set(Image.OPEN) - _FORMATS_NOT_READ))
+    return tuple(name for name in Image.ID if name not in _FORMATS_NOT_READ)
 
 
 @lru_cache(maxsize=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,16 +10,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vlmembed.errors import InputError
-from vlmembed.output import errors_beside
-from vlmembed.schema import read_provenance
+from vlmembed.finished import FinishedOutput
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from vlmembed.types import Float32Array
-
-_VECTORS = re.compile(r"embedding|tokens|deepstack_\d+")
 
 MAX_COMPARED_ROWS = 4096
 """Rows compared pair by pair: the comparison grows with the square."""
@@ -68,34 +63,24 @@ def inspect(path: Path, *, num_pairs: int = 3) -> Inspection:
     Raises:
         InputError: it cannot be read as Parquet, or was not written by vlmembed.
     """
-    try:
-        file = pq.ParquetFile(path)
-    except (OSError, pa.ArrowException) as error:
-        msg = f"{path} cannot be read as Parquet: {error}"
-        raise InputError(msg) from error
-    with file:
-        provenance = read_provenance(file.schema_arrow, str(path))
-        schema = file.schema_arrow
-        vectors = tuple(name for name in schema.names if _VECTORS.fullmatch(name))
-        if not vectors:
-            msg = f"{path} holds rows that failed, not embeddings: inspect the output it lies beside"
-            raise InputError(msg)
-        pooled = "embedding" in vectors
-        columns = ["id", "duplicate_of", *(["embedding"] if pooled else ["grid_h", "grid_w"])]
-        num_duplicates = num_patches = 0
-        ids: list[str] = []
-        embeddings: list[Float32Array] = []
-        for batch in file.iter_batches(columns=columns, batch_size=MAX_COMPARED_ROWS):
-            distinct = batch.filter(batch["duplicate_of"].is_null())
-            num_duplicates += batch.num_rows - distinct.num_rows
-            if not pooled:
-                num_patches += int(np.dot(batch["grid_h"].to_numpy().astype(np.int64), batch["grid_w"].to_numpy()))
-                continue
-            distinct = distinct.slice(0, MAX_COMPARED_ROWS - len(ids))
-            ids += distinct["id"].to_pylist()
-            values = distinct["embedding"].flatten().to_numpy().astype(np.float32)
-            embeddings.append(values.reshape(len(distinct), -1))
-        num_rows = file.metadata.num_rows
+    output = FinishedOutput.open(path)
+    schema, vectors, provenance = output.schema, output.vectors, output.provenance
+    pooled = "embedding" in vectors
+    columns = ["id", "duplicate_of", *(["embedding"] if pooled else ["grid_h", "grid_w"])]
+    num_rows = num_duplicates = num_patches = 0
+    ids: list[str] = []
+    embeddings: list[Float32Array] = []
+    for batch in output.batches(columns, MAX_COMPARED_ROWS):
+        distinct = batch.filter(batch["duplicate_of"].is_null())
+        num_rows += batch.num_rows
+        num_duplicates += batch.num_rows - distinct.num_rows
+        if not pooled:
+            num_patches += int(np.dot(batch["grid_h"].to_numpy().astype(np.int64), batch["grid_w"].to_numpy()))
+            continue
+        distinct = distinct.slice(0, MAX_COMPARED_ROWS - len(ids))
+        ids += distinct["id"].to_pylist()
+        values = distinct["embedding"].flatten().to_numpy().astype(np.float32)
+        embeddings.append(values.reshape(len(distinct), -1))
     vector = schema.field(vectors[0]).type
     vector = vector if pooled else vector.value_type
     width = vector.list_size
@@ -108,7 +93,7 @@ def inspect(path: Path, *, num_pairs: int = 3) -> Inspection:
         dtype="float16" if vector.value_type == pa.float16() else "float32",
         num_tokens=None if pooled else num_patches // provenance["model"].get("patches_per_token", 1),
         num_duplicates=num_duplicates,
-        codes=_codes(errors_beside(path)),
+        codes=_codes(output.errors),
         provenance=provenance,
         num_compared=len(ids),
         nearest=nearest_pairs(ids, compared, num_pairs),

@@ -1,9 +1,11 @@
-"""Where a run writes, who may write there, and how a file appears whole or not at all."""
+"""Where a run writes, who may write there, and how files appear whole or not at all."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,57 +16,95 @@ from filelock import FileLock, Timeout
 from vlmembed.errors import OutputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from typing import Self
+
+SUCCESS = "_SUCCESS"
+PARTIAL = "_partial"
+PUBLICATION = "publication.json"
+
+
+_OWN = re.compile(r"_SUCCESS|_errors\.parquet|_partial|part-\d{6,}\.parquet|\.\S+\.tmp")
+"""What may lie in a folder output."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputPaths:
-    """Where a run writes: the file, the errors beside it, and the parts until it is done."""
+    """Where a run writes: a file, the errors beside it, the parts until it is done; or a folder with all of them."""
 
     output: Path
+    is_folder: bool = False
 
     @classmethod
     def of(cls, name: str | os.PathLike[str]) -> Self:
         """The paths for an output as the user names it; a link is followed, so that it stays one.
 
         Raises:
-            OutputError: not a .parquet file, or a folder.
+            OutputError: neither a .parquet file nor a folder, or a folder that holds something else.
         """
-        path = Path(name)
-        return cls(output=Path(os.path.realpath(path)) if path.is_symlink() else path)
+        text, path = os.fspath(name), Path(name)
+        path = Path(os.path.realpath(path)) if path.is_symlink() else path
+        return cls(output=path, is_folder=text.endswith("/") or path.is_dir())
 
     def __post_init__(self) -> None:
-        if self.output.suffix != ".parquet":
-            msg = f"output {str(self.output)!r} does not end in .parquet: name a file like out.parquet"
-            raise OutputError(msg)
+        shown = repr(str(self.output))
         try:
             str(self.output).encode()
         except UnicodeEncodeError:
-            msg = f"output {str(self.output)!r} is not a name in Unicode, which Parquet writers need: choose another"
+            msg = f"output {shown} is not a name in Unicode, which Parquet writers need: choose another"
             raise OutputError(msg) from None
-        if self.output.is_dir():
-            msg = f"output {str(self.output)!r} is a folder: name a file that does not exist"
+        if self.is_folder:
+            self._check_folder()
+        elif self.output.suffix != ".parquet":
+            msg = f"output {shown} does not end in .parquet: name a file like out.parquet, or a folder like out/"
+            raise OutputError(msg)
+
+    def _check_folder(self) -> None:
+        if self.output.exists() and not self.output.is_dir():
+            msg = f"output {str(self.output)!r} is a file: name it without the slash, or choose another"
+            raise OutputError(msg)
+        names = {path.name for path in self.output.iterdir()} if self.output.exists() else set()
+        others = sorted(name for name in names if not _OWN.fullmatch(name))
+        if names and not names & {SUCCESS, PARTIAL}:
+            others = others or sorted(names)
+        if others:
+            msg = f"output folder {str(self.output)!r} holds {others[0]!r}, which is not a run's: choose another folder"
             raise OutputError(msg)
 
     @property
     def errors(self) -> Path:
         """The rows that failed."""
-        return errors_beside(self.output)
+        return errors_beside(self.output, is_folder=self.is_folder)
 
     @property
     def partial(self) -> Path:
         """The folder of parts."""
-        return self.output.with_name(self.output.name + ".partial")
+        return self.output / PARTIAL if self.is_folder else self.output.with_name(self.output.name + ".partial")
+
+    @property
+    def success(self) -> Path:
+        """The file that says that a folder output is whole, and holds its provenance."""
+        return self.output / SUCCESS
 
     def all(self) -> tuple[Path, Path, Path]:
         """Every path that the run may create."""
         return self.output, self.errors, self.partial
 
+    def check_writable(self) -> None:
+        """Tell before any work what `lock` would tell after it.
 
-def errors_beside(output: Path) -> Path:
-    """Where the rows that failed are, for an output file."""
-    return output.with_suffix(".errors.parquet")
+        Raises:
+            OutputError: no folder can be made there.
+        """
+        parent = next(each for each in self.partial.absolute().parents if each.exists())
+        if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
+            msg = f"cannot write to {parent}: make it a folder that is writable, or choose another output"
+            raise OutputError(msg)
+
+
+def errors_beside(output: Path, *, is_folder: bool) -> Path:
+    """Where the rows that failed are, for an output."""
+    return output / "_errors.parquet" if is_folder else output.with_suffix(".errors.parquet")
 
 
 def read_manifest(folder: Path, *, ignore_damage: bool = False) -> dict[str, Any] | None:
@@ -78,7 +118,7 @@ def read_manifest(folder: Path, *, ignore_damage: bool = False) -> dict[str, Any
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
-        if set(os.listdir(folder)) <= {"lock", ".manifest.json.tmp"}:  # noqa: PTH208  a set of names is what is wanted
+        if set(os.listdir(folder)) <= {"lock", ".manifest.json.tmp", PUBLICATION}:  # noqa: PTH208  a set of names is what is wanted
             return None  # killed before the first line was written
         msg = f"{folder} exists and holds no manifest.json, so it is not a run of vlmembed: move it away"
         raise OutputError(msg) from None
@@ -96,8 +136,48 @@ def drop_parts(folder: Path) -> None:
     (folder / "parts.jsonl").unlink(missing_ok=True)
     sync_folder(folder)
     for path in folder.iterdir():
-        if path.name not in ("manifest.json", "lock"):
+        if path.name not in ("manifest.json", "lock", PUBLICATION):
             path.unlink()
+
+
+def drop(folder: Path) -> None:
+    """Remove a partial folder, what says whose it was last."""
+    drop_parts(folder)
+    (folder / "manifest.json").unlink(missing_ok=True)
+    (folder / PUBLICATION).unlink(missing_ok=True)
+    shutil.rmtree(folder)
+
+
+def publish(paths: OutputPaths, moves: Mapping[str, str], removes: Sequence[str]) -> None:
+    """Put finished files in their places, all or, after a crash, all at the next start: see `finish_publication`.
+
+    `moves` leads from names in the partial folder to names beside the output (in it, where it is a folder); `removes`
+    are names there that go first.
+    """
+    with atomic(paths.partial / PUBLICATION) as path:
+        path.write_text(json.dumps({"moves": dict(moves), "removes": list(removes)}), encoding="utf-8")
+    finish_publication(paths)
+
+
+def finish_publication(paths: OutputPaths) -> bool:
+    """Do what is left of a publication that was begun, and drop the parts. Tells whether there was one.
+
+    The caller holds the lock. Each step can be done again, so it does not matter where an earlier try ended.
+    """
+    try:
+        steps = json.loads((paths.partial / PUBLICATION).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return False
+    there = paths.output if paths.is_folder else paths.output.parent
+    left = {source: target for source, target in steps["moves"].items() if (paths.partial / source).exists()}
+    for name in steps["removes"] if left else ():  # after the last move, what has such a name is new
+        (there / name).unlink(missing_ok=True)
+    sync_folder(there)
+    for source, target in left.items():
+        (paths.partial / source).replace(there / target)
+    sync_folder(there)
+    drop(paths.partial)
+    return True
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:

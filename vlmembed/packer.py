@@ -78,9 +78,11 @@ class _Lookahead:
         return [image for _, image in chosen]
 
 
-def pack(images: Iterable[PatchedImage | None], layout: TowerLayout, stats: PackingStats) -> Iterator[PackedBatch]:
+def pack(
+    images: Iterable[PatchedImage | None], layout: TowerLayout, stats: PackingStats, *, alone: bool = False
+) -> Iterator[PackedBatch]:
     """Yield packs of at most ``stats.max_tokens_per_batch`` tokens; an image is never split, and one that is longer
-    than the budget travels alone.
+    than the budget travels alone, as all do with `alone`.
 
     None in the stream asks for everything held back: the pipeline sends it at each part boundary, so that a part's
     packs depend on that part's rows alone.
@@ -91,6 +93,9 @@ def pack(images: Iterable[PatchedImage | None], layout: TowerLayout, stats: Pack
         if image is None:
             yield from _drain(lookahead, layout, stats, until=0)
             continue
+        if alone:
+            yield _packed([image], layout, stats)
+            continue
         tokens = layout.num_tokens(image.grid_hw)
         lookahead.add(image, tokens)
         yield from _drain(lookahead, layout, stats, until=LOOKAHEAD_PACKS * budget)
@@ -99,6 +104,10 @@ def pack(images: Iterable[PatchedImage | None], layout: TowerLayout, stats: Pack
 
 def _drain(lookahead: _Lookahead, layout: TowerLayout, stats: PackingStats, *, until: int) -> Iterator[PackedBatch]:
     while lookahead.num_tokens > until:
-        batch = make_batch(lookahead.take_pack(stats.max_tokens_per_batch, layout), layout)
-        stats.count(batch)
-        yield batch
+        yield _packed(lookahead.take_pack(stats.max_tokens_per_batch, layout), layout, stats)
+
+
+def _packed(images: list[PatchedImage], layout: TowerLayout, stats: PackingStats) -> PackedBatch:
+    batch = make_batch(images, layout)
+    stats.count(batch)
+    return batch

@@ -1,17 +1,20 @@
-"""The committed parts of a run, and the single file they become.
+"""The committed parts of a run.
 
-``OUTPUT.partial/`` holds ``manifest.json`` (whose run this is), one pair of Parquet files per part, and
-``parts.jsonl``, a line per committed part. A part exists once its line does: its files are written beside,
-synchronised and renamed first.
+The partial folder holds ``manifest.json`` (whose run this is), a pair of Parquet files per part, and ``parts.jsonl``, a
+line per committed part with its counts and the SHA-256 of its files. A part exists once its line does: its files are
+written beside, synchronised and renamed first.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import os
-import shutil
+import sqlite3
 from collections import Counter
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -19,18 +22,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vlmembed.errors import AccountingError, FailureCode
-from vlmembed.output import atomic, drop_parts
-from vlmembed.schema import ERRORS_SCHEMA, HASH_BYTES, with_provenance
+from vlmembed.errors import AccountingError, FailureCode, OutputError, StorageError
+from vlmembed.output import atomic
+from vlmembed.schema import ERRORS_SCHEMA, HASH_BYTES
 from vlmembed.types import Embedded, Failure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from vlmembed.output import OutputPaths
     from vlmembed.schema import VectorColumn
     from vlmembed.types import Int64Array
+
+logger = logging.getLogger(__name__)
+
+LINES = "parts.jsonl"
 
 PART_GROUP_ROWS = 1024
 PART_GROUP_BYTES = 16 * 2**20
@@ -39,18 +45,16 @@ PART_GROUP_BYTES = 16 * 2**20
 FOUND_BYTES = 256 * 2**20
 """Row groups kept for the duplicates to come: 16, or fewer that hold so many bytes."""
 
-MAX_GROUP_ROWS = 10_000
-MAX_GROUP_BYTES = 64 * 2**20
-"""Bounds of the output's row groups, so that readers can seek."""
-
-_ROW = pa.field("row", pa.int64(), nullable=False)
 _FOUND_COLUMNS = ("id", "height", "width", "grid_h", "grid_w")
-_PART_ERRORS_SCHEMA = pa.schema([_ROW, pa.field("content_hash", pa.binary(HASH_BYTES)), *ERRORS_SCHEMA])
+_PART_ERRORS_SCHEMA = pa.schema([*ERRORS_SCHEMA, pa.field("content_hash", pa.binary(HASH_BYTES))])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartRecord:
-    """One line of ``parts.jsonl``: rows [`first_row`, `first_row` + `num_rows`) and what became of them."""
+    """One line of ``parts.jsonl``: rows [`first_row`, `first_row` + `num_rows`) and what became of them.
+
+    `sha256` and `errors_sha256` are of its two files.
+    """
 
     number: int
     first_row: int
@@ -58,77 +62,109 @@ class PartRecord:
     num_embedded: int
     num_duplicates: int
     num_failed: int
+    sha256: str = ""
+    errors_sha256: str = ""
+
+    @property
+    def file_name(self) -> str:
+        """Of the rows with vectors."""
+        return part_name(self.number)
+
+    @property
+    def errors_name(self) -> str:
+        """Of the rows that failed."""
+        return f"part-{self.number:06d}.errors.parquet"
+
+
+def part_name(number: int) -> str:
+    """File name of a part."""
+    return f"part-{number:06d}.parquet"
 
 
 class PartStore:
-    """Owns the partial folder of one run, whose schema has the columns `vectors`.
+    """Owns the parts of one run, in its partial `folder`; `schema` has the columns `vectors`.
 
     `max_row_bytes` is what one row can hold at most: it bounds the row groups of the parts.
     """
 
     def __init__(
         self,
-        paths: OutputPaths,
+        folder: Path,
         schema: pa.Schema,
         *,
         vectors: tuple[VectorColumn, ...],
         rows_per_part: int,
         max_row_bytes: int = 0,
     ) -> None:
-        self._paths = paths
-        self._folder = paths.partial
-        self._schema = schema
+        self.folder = folder
+        self.schema = schema
         self.vectors = vectors
         self._group_rows = max(1, min(PART_GROUP_ROWS, PART_GROUP_BYTES // max(1, max_row_bytes)))
-        self._part_schema = pa.schema([_ROW, *schema])
         self._rows_per_part = rows_per_part
         self._rows = lru_cache(maxsize=64)(self._read_rows)
         self._failures = lru_cache(maxsize=16)(self._read_failures)
         cached = FOUND_BYTES // max(1, self._group_rows * max_row_bytes)
         self._group = lru_cache(maxsize=max(1, min(16, cached)))(self._read_group)
-        _drop_cut_line(self._folder / "parts.jsonl")
-        self.records = read_records(self._folder)
+        _drop_cut_line(folder / LINES)
+        self.records = read_records(folder)
 
     @property
     def next_row(self) -> int:
         """The first row that is not committed."""
         return sum(record.num_rows for record in self.records)
 
-    def _part(self, number: int) -> Path:
-        return self._folder / f"part-{number:06d}.parquet"
-
-    def _part_errors(self, number: int) -> Path:
-        return self._folder / f"part-{number:06d}.errors.parquet"
-
     def commit(self, record: PartRecord, columns: Mapping[str, Any], errors: Mapping[str, Any]) -> None:
-        """Write a part whole or not at all, then its line. `columns` and `errors` are by name, with `row` first."""
-        with atomic(self._part(record.number)) as path:
-            table = pa.table(dict(columns), schema=self._part_schema)
-            options = _writer_options(self._part_schema, self.vectors)
-            pq.write_table(table, path, row_group_size=self._group_rows, **options)
-        with atomic(self._part_errors(record.number)) as path:
-            pq.write_table(pa.table(dict(errors), schema=_PART_ERRORS_SCHEMA), path, compression="zstd")
-        with (self._folder / "parts.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(record)) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        """Write a part whole or not at all, then its line. `columns` and `errors` are by name.
+
+        Raises:
+            StorageError: it could not be written.
+        """
+        path, errors_path = self.folder / record.file_name, self.folder / record.errors_name
+        with storing(path):
+            table = pa.table(dict(columns), schema=self.schema)
+            options = writer_options(self.schema, self.vectors)
+            sha256 = _write(table, path, row_group_size=self._group_rows, **options)
+            failed = pa.table(dict(errors), schema=_PART_ERRORS_SCHEMA)
+            errors_sha256 = _write(failed, errors_path, compression="zstd")
+            record = replace(record, sha256=sha256, errors_sha256=errors_sha256)
+            with (self.folder / LINES).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(record)) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
         self.records.append(record)
+
+    def check(self) -> int:
+        """Compare every part with what was written. Those from the first damaged one on are no parts any more, and
+        their rows are to be done again; returns how many parts that is."""
+        for position, record in enumerate(self.records):
+            expected = {record.file_name: record.sha256, record.errors_name: record.errors_sha256}
+            damaged = [name for name, sha256 in expected.items() if not _is_as_written(self.folder / name, sha256)]
+            if not damaged:
+                continue
+            num_lost = len(self.records) - position
+            logger.error(
+                "%s is not what was written there: rows from %d on are done again", damaged[0], record.first_row
+            )
+            del self.records[position:]
+            with storing(self.folder / LINES), atomic(self.folder / LINES) as path:
+                path.write_text("".join(json.dumps(asdict(each)) + "\n" for each in self.records), encoding="utf-8")
+            return num_lost
+        return 0
 
     def hashes(self) -> Iterator[tuple[int, bytes]]:
         """(row, content hash) of every committed row that has one, part by part."""
         for record in self.records:
-            found: list[tuple[int, bytes]] = []
-            for path in (self._part(record.number), self._part_errors(record.number)):
-                table = pq.read_table(path, columns=["row", "content_hash"])
-                rows, hashes = table["row"].to_pylist(), table["content_hash"].to_pylist()
-                found += [pair for pair in zip(rows, hashes, strict=True) if pair[1] is not None]
+            failed = pq.read_table(self.folder / record.errors_name, columns=["row", "content_hash"]).to_pydict()
+            found = [pair for pair in zip(failed["row"], failed["content_hash"], strict=True) if pair[1] is not None]
+            hashes = pq.read_table(self.folder / record.file_name, columns=["content_hash"])["content_hash"].to_pylist()
+            found += zip(self._rows(record.number).tolist(), hashes, strict=True)
             yield from sorted(found)
 
     def codes(self) -> Counter[str]:
         """Committed failed rows by code."""
         codes: Counter[str] = Counter()
-        for path in self._each(self._part_errors):
-            codes.update(pq.read_table(path, columns=["code"])["code"].to_pylist())
+        for record in self.records:
+            codes.update(pq.read_table(self.folder / record.errors_name, columns=["code"])["code"].to_pylist())
         return codes
 
     def find(self, row: int) -> tuple[str, Embedded | Failure]:
@@ -136,8 +172,19 @@ class PartStore:
 
         Raises:
             AccountingError: the row's part holds it in neither of its files.
+            StorageError: the part cannot be read any more.
         """
         number = row // self._rows_per_part
+        try:
+            return self._find(number, row)
+        except (OSError, pa.ArrowException) as error:
+            msg = (
+                f"{self.folder / part_name(number)} cannot be read any more ({error}): what was committed before it is "
+                "kept, and the same command goes on from there"
+            )
+            raise StorageError(msg) from error
+
+    def _find(self, number: int, row: int) -> tuple[str, Embedded | Failure]:
         rows = self._rows(number)
         index = int(np.searchsorted(rows, row))
         if index == len(rows) or rows[index] != row:
@@ -147,110 +194,113 @@ class PartStore:
             raise AccountingError(msg)
         group, index = divmod(index, self._group_rows)
         table = self._group(number, group)
-        assert table["row"][index].as_py() == row
         key, *sizes = (table[name][index].as_py() for name in _FOUND_COLUMNS)
         vectors = {column.name: column.from_arrow(table[column.name][index]) for column in self.vectors}
-        return key, Embedded(row=row, vectors=vectors, size_hw=(sizes[0], sizes[1]), grid_hw=(sizes[2], sizes[3]))
+        found = Embedded(row=row, vectors=vectors, size_hw=(sizes[0], sizes[1]), grid_hw=(sizes[2], sizes[3]))
+        return key, found
+
+    def rows_of(self, number: int) -> tuple[Int64Array, Int64Array]:
+        """The rows of a part with vectors, and those that failed, ascending."""
+        record = self.records[number]
+        failed: Int64Array = pq.read_table(self.folder / record.errors_name, columns=["row"])["row"].to_numpy()
+        rows = np.arange(record.first_row, record.first_row + record.num_rows, dtype=np.int64)
+        return np.setdiff1d(rows, failed, assume_unique=True), failed
 
     def _read_rows(self, number: int) -> Int64Array:
-        rows: Int64Array = pq.read_table(self._part(number), columns=["row"])["row"].to_numpy()
-        return rows
+        return self.rows_of(number)[0]
 
     def _read_group(self, number: int, group: int) -> pa.Table:
-        with pq.ParquetFile(self._part(number)) as file:
-            return file.read_row_group(group, columns=["row", *_FOUND_COLUMNS, *(each.name for each in self.vectors)])
+        with pq.ParquetFile(self.folder / part_name(number), page_checksum_verification=True) as file:
+            return file.read_row_group(group, columns=[*_FOUND_COLUMNS, *(each.name for each in self.vectors)])
 
     def _read_failures(self, number: int) -> dict[int, tuple[str, Failure]]:
         found = {}
-        for entry in pq.read_table(self._part_errors(number)).to_pylist():
+        for entry in pq.read_table(self.folder / self.records[number].errors_name).to_pylist():
             row, code = entry["row"], FailureCode(entry["code"])
             failure = Failure(row=row, stage=entry["stage"], code=code, message=entry["message"])
             found[row] = entry["id"], failure
         return found
 
-    def assemble(self, provenance: Mapping[str, Any]) -> None:
-        """Stream the parts into the errors file and, unless nothing was embedded, the output; then drop the parts.
 
-        Raises:
-            AccountingError: a file does not hold the rows that the parts' lines promise.
-        """
-        num_rows = sum(record.num_embedded + record.num_duplicates for record in self.records)
-        num_failed = sum(record.num_failed for record in self.records)
-        errors_schema, schema = (with_provenance(each, provenance) for each in (ERRORS_SCHEMA, self._schema))
-        _concatenate(self._paths.errors, errors_schema, self._each(self._part_errors), num_failed)
-        if num_rows:
-            _concatenate(self._paths.output, schema, self._each(self._part), num_rows, self.vectors)
-        else:
-            self._paths.output.unlink(missing_ok=True)  # --overwrite: what stood there is no result of this run
-        self.drop(self._folder)
+@contextmanager
+def storing(what: Path) -> Iterator[None]:
+    """Say as a person would what kept a file from being written.
 
-    def _each(self, part: Callable[[int], Path]) -> list[Path]:
-        return [part(record.number) for record in self.records]
-
-    @staticmethod
-    def drop(folder: Path) -> None:
-        """Remove a partial folder, its manifest last: until then it can be told whose it was."""
-        drop_parts(folder)
-        (folder / "manifest.json").unlink(missing_ok=True)
-        shutil.rmtree(folder)
+    Raises:
+        StorageError: the disk is full, the folder went away, ...
+    """
+    try:
+        yield
+    except (OSError, sqlite3.Error, pa.ArrowException) as error:
+        msg = (
+            f"cannot write {what} ({error}): what was committed is kept; make room, or make the folder writable again, "
+            "and the same command goes on from there"
+        )
+        raise StorageError(msg) from error
 
 
-def _concatenate(
-    target: Path,
-    schema: pa.Schema,
-    parts: Iterable[Path],
-    num_rows: int,
-    vectors: tuple[VectorColumn, ...] = (),
-) -> None:
-    written = 0
+def _write(table: pa.Table, target: Path, **options: Any) -> str:  # noqa: ANN401  as pyarrow's
     with atomic(target) as path:
-        with pq.ParquetWriter(path, schema, **_writer_options(schema, vectors)) as writer:
-            waiting = schema.empty_table()
-            for piece in _row_groups(parts, schema):
-                waiting = pa.concat_tables([waiting, piece])
-                bytes_per_row = max(1, waiting.nbytes // max(1, waiting.num_rows))
-                group_rows = max(1, min(MAX_GROUP_ROWS, MAX_GROUP_BYTES // bytes_per_row))
-                whole = waiting.num_rows // group_rows * group_rows
-                if whole:
-                    writer.write_table(waiting.slice(0, whole), row_group_size=group_rows)
-                    written += whole
-                waiting = waiting.slice(whole)
-            if waiting.num_rows:
-                writer.write_table(waiting, row_group_size=waiting.num_rows)
-                written += waiting.num_rows
-        if written != num_rows or pq.read_metadata(path).num_rows != num_rows:
-            msg = f"{target} would hold {written} rows where its parts' lines promise {num_rows}; the parts are kept"
-            raise AccountingError(msg)
+        pq.write_table(table, path, **options)
+        return file_sha256(path)
 
 
-def _row_groups(parts: Iterable[Path], schema: pa.Schema) -> Iterator[pa.Table]:
-    """The parts' rows in order, row group by row group: a part of tokens may be large."""
-    for part in parts:
-        with pq.ParquetFile(part) as file:
-            for number in range(file.num_row_groups):
-                yield file.read_row_group(number, columns=schema.names).select(schema.names).cast(schema)
+def file_sha256(path: Path) -> str:
+    """Hash (hex) of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _writer_options(schema: pa.Schema, vectors: tuple[VectorColumn, ...]) -> dict[str, Any]:
+def _is_as_written(path: Path, sha256: str) -> bool:
+    try:
+        return file_sha256(path) == sha256
+    except OSError:
+        return False
+
+
+def writer_options(schema: pa.Schema, vectors: tuple[VectorColumn, ...]) -> dict[str, Any]:
     """zstd; dictionaries only where values repeat; no BYTE_STREAM_SPLIT, which not every reader takes."""
     distinct = {"row", "id", "content_hash", *(column.name for column in vectors)}
     repeating = [name for name in schema.names if name not in distinct]
-    return {"compression": "zstd", "use_dictionary": repeating, "write_statistics": True}
+    return {
+        "compression": "zstd",
+        "use_dictionary": repeating,
+        "write_statistics": True,
+        "write_page_checksum": True,  # zstd alone lets many a flipped bit through
+    }
 
 
 def read_records(folder: Path) -> list[PartRecord]:
-    """The committed parts of a partial folder; none where there is no such folder."""
-    path = folder / "parts.jsonl"
-    if not path.exists():
-        return []
-    *lines, _cut_by_a_crash = path.read_text(encoding="utf-8").split("\n")
-    return [PartRecord(**json.loads(line)) for line in lines]
+    """The committed parts of a partial folder; none where there is no such folder.
+
+    Raises:
+        OutputError: their list is not one that this version writes.
+    """
+    path = folder / LINES
+    lines = _whole_lines(path.read_bytes()) if path.exists() else []
+    try:
+        return [PartRecord(**json.loads(line)) for line in lines]
+    except TypeError as error:
+        msg = f"{path} is of another version ({error}): start anew with --overwrite"
+        raise OutputError(msg) from error
+
+
+def _whole_lines(content: bytes) -> list[bytes]:
+    """A crash can cut the last line, a power cut fill it with zeros: from there on no part counts."""
+    lines = []
+    for line in content.split(b"\n")[:-1]:
+        try:
+            json.loads(line)
+        except ValueError:
+            break
+        lines.append(line)
+    return lines
 
 
 def _drop_cut_line(path: Path) -> None:
-    """A crash can cut the last line: its part does not count, and the next line must not join it."""
+    """The next line must not join one that was cut."""
     content = path.read_bytes() if path.exists() else b""
-    whole = content.rfind(b"\n") + 1
+    whole = sum(len(line) + 1 for line in _whole_lines(content))
     if whole < len(content):
         with path.open("r+b") as file:
             file.truncate(whole)

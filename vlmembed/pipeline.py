@@ -2,8 +2,8 @@
 
     reader thread: source -> dedup -> (pool: decode, preprocess) -> pack      main thread: encode     writer thread
 
-No channel is waited for without a look at the stop event, so an error or Ctrl-C anywhere ends the run; a decode that is
-under way is waited for, for a minute at most.
+No channel is waited for without a look at the stop event, so an error or Ctrl-C anywhere ends the run; a thread that
+does not end is waited for, for a minute at most. A watchdog says which stage waits for which when nothing moves.
 """
 
 from __future__ import annotations
@@ -11,32 +11,45 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
 from contextlib import contextmanager
 from itertools import groupby, islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from vlmembed.decode import decode
+from vlmembed.config import STALL_TIMEOUTS
 from vlmembed.dedup import dedup, ref_of
-from vlmembed.errors import FailureCode, ImageError, StoppedError
+from vlmembed.errors import StoppedError
 from vlmembed.packer import PackingStats, pack
 from vlmembed.parallel import Channel, ordered_map
-from vlmembed.preprocess import preprocess
-from vlmembed.types import EmbeddingBatch, EncodedImage, Failure, ImageRef, PackedBatch, PatchedImage, UniqueImage
+from vlmembed.types import (
+    Embedded,
+    EmbeddingBatch,
+    EncodedImage,
+    Failure,
+    ImageRef,
+    PackedBatch,
+    PatchedImage,
+    UniqueImage,
+)
+from vlmembed.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from concurrent.futures import Future
 
     from vlmembed.config import EncodeConfig
+    from vlmembed.decoders import DecodePool
     from vlmembed.dedup import HashIndex
     from vlmembed.encoder import Encoder
-    from vlmembed.layout import ResizeRule
+    from vlmembed.layout import TowerLayout
+    from vlmembed.patcher import Patched
     from vlmembed.progress import ProgressBar, StageClock
     from vlmembed.sources.base import Source
     from vlmembed.workers import WorkerPool
     from vlmembed.writer import Writer
 
 Image = TypeVar("Image", EncodedImage, UniqueImage)
+Event: TypeAlias = ImageRef | Failure | Embedded | EmbeddingBatch
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +59,37 @@ MAX_DECODE_BYTES = 256 * 2**20
 """Encoded bytes that may wait for or be in decoding."""
 
 JOIN_SECONDS = 60.0
-"""How long the end of a stopped run waits for a thread: the longest single decode, generously."""
+"""How long the end of a stopped run waits for a thread."""
+
+REPORT_SECONDS = 60.0
+"""After how long without a move it is said which stage waits for which."""
+
+DOING = {
+    "read": "reads the source",
+    "dedup": "looks for duplicates",
+    "find": "looks for known embeddings",
+    "wait": "waits for decoding",
+    "pack": "packs",
+    "give to encoder": "waits for room among the packs, so for the encoder",
+    "give to writer": "waits for room among the results, so for the writer",
+    "idle": "the encoder waits for packs",
+    "encode": "encodes a pack",
+    "await": "waits for results",
+    "write": "writes",
+}
+"""The clock's stages and waits, for people."""
 
 
 class Pipeline:
     """The stages of one run, wired together.
 
+    `find` gives the embedding of a content hash that need not be computed, for a row, or None. `hung` is called where a
+    run that was given up does not end.
+
     Attributes:
         packing: what the packer did.
         num_encoded, num_tokens: images and tokens encoded by this process.
+        num_found: embeddings that `find` had.
         num_rows_read: rows read, those of an earlier start included.
         num_malformed_exif: images whose EXIF block was ignored.
         clock: where the time went.
@@ -66,10 +101,13 @@ class Pipeline:
         *,
         source: Source,
         index: HashIndex | None,
-        rule: ResizeRule,
+        find: Callable[[bytes, int], Embedded | None],
+        decoders: DecodePool,
+        layout: TowerLayout,
         encoder: Encoder | WorkerPool,
         writer: Writer,
         clock: StageClock,
+        hung: Callable[[], None],
     ) -> None:
         assert config.max_tokens_per_batch is not None
         assert config.rows_per_part is not None
@@ -79,20 +117,35 @@ class Pipeline:
         self._rows_per_part = config.rows_per_part
         self._source = source
         self._index = index
-        self._rule = rule
+        self._find = find
+        self._decoders = decoders
+        self._layout = layout
         self._encoder = encoder
         self._writer = writer
         self.clock = clock
         self._stop = threading.Event()
         self._packs: Channel[PackedBatch] = Channel(MAX_PACKS_WAITING, self._stop)
-        self._events: Channel[ImageRef | Failure | EmbeddingBatch] = Channel(MAX_EVENTS_WAITING, self._stop)
+        self._events: Channel[Event] = Channel(MAX_EVENTS_WAITING, self._stop)
         self._errors: list[BaseException] = []
+        self._watchdog = Watchdog(
+            self._describe,
+            self._give_up,
+            report_seconds=REPORT_SECONDS,
+            limit_seconds=STALL_TIMEOUTS * config.timeout,
+            grace_seconds=2 * JOIN_SECONDS,
+            hung=hung,
+        )
         self.packing = PackingStats(config.max_tokens_per_batch)
         self.num_encoded = 0
         self.num_tokens = 0
+        self.num_found = 0
         self.num_rows_read = 0
         self.num_malformed_exif = 0
-        self._exif_lock = threading.Lock()
+
+    @property
+    def num_replaced_decoders(self) -> int:
+        """Decoding threads or processes that hung or crashed."""
+        return self._decoders.num_replaced
 
     @property
     def stage_threads(self) -> dict[str, int]:
@@ -110,7 +163,7 @@ class Pipeline:
             threading.Thread(target=self._guard, args=(self._read, start, num_rows), name="reader", daemon=True),
             threading.Thread(target=self._guard, args=(self._write,), name="writer", daemon=True),
         ]
-        with self._joined(threads):
+        with self._watchdog.watching(), self._joined(threads):
             self._encode(bar)
             self._events.close()
 
@@ -122,7 +175,7 @@ class Pipeline:
                 thread.start()
             yield
             for thread in threads:
-                while thread.is_alive():  # a bounded wait each, so that Ctrl-C gets through
+                while thread.is_alive() and not self._stop.is_set():  # short waits, so that Ctrl-C gets through
                     thread.join(1.0)
         except StoppedError:
             pass  # another thread failed and is in `_errors`
@@ -140,93 +193,110 @@ class Pipeline:
         except StoppedError:
             pass
         except BaseException as error:  # noqa: BLE001  handed to the main thread, which raises it
-            self._errors.append(error)
-            self._stop.set()
+            self._give_up(error)
+
+    def _give_up(self, error: BaseException) -> None:
+        self._errors.append(error)
+        self._stop.set()
+
+    def _describe(self) -> str:
+        """What each thread is at, for a person who wonders why nothing moves."""
+        doing = [f"{thread}: {DOING.get(stage, stage)}" for thread, stage in sorted(self.clock.doing().items())]
+        if (oldest := self._decoders.oldest()) is not None:
+            image, seconds = oldest
+            doing.append(f"longest in decoding: row {image.row} ({image.key}), {seconds:.0f} s")
+        return "; ".join(doing) or "no thread is in a stage"
+
+    def _put(self, event: Event) -> None:
+        with self.clock.measure("give to writer"):
+            self._events.put(event)
 
     def _read(self, start: int, num_rows: int) -> None:
         rows = self.clock.iterate("read", islice(self._source.read(start), num_rows - start))
-        with ThreadPoolExecutor(self._num_workers, thread_name_prefix="decode") as pool:
-            images = self.clock.iterate("wait", self._images(self._counted(rows), pool))
-            for batch in self.clock.iterate("pack", pack(images, self._rule.layout, self.packing)):
+        images = self.clock.iterate("wait", self._images(self._counted(rows)))
+        packs = pack(images, self._layout, self.packing, alone=self._config.deterministic)
+        for batch in self.clock.iterate("pack", packs):
+            with self.clock.measure("give to encoder"):
                 self._packs.put(batch)
+            self._watchdog.moved()
         self._packs.close()
 
     def _counted(self, rows: Iterator[EncodedImage]) -> Iterator[EncodedImage]:
         for image in rows:
             self.num_rows_read += 1
+            self._watchdog.moved()
             yield image
 
-    def _images(self, rows: Iterator[EncodedImage], pool: ThreadPoolExecutor) -> Iterator[PatchedImage | None]:
+    def _images(self, rows: Iterator[EncodedImage]) -> Iterator[PatchedImage | None]:
         """Unique images ready to be packed. None ends a part, and nothing is in flight across it: so rows wait in the
         writer for at most the part being decoded and those being encoded."""
         stage = self._dedup_decoded if self._config.dedup == "pixels" else self._dedup_encoded
         for _, rows_of_part in groupby(rows, key=lambda image: image.row // self._rows_per_part):
-            yield from stage(rows_of_part, pool)
+            yield from stage(rows_of_part)
             yield None
 
-    def _dedup_encoded(self, rows: Iterator[EncodedImage], pool: ThreadPoolExecutor) -> Iterator[PatchedImage]:
+    def _dedup_encoded(self, rows: Iterator[EncodedImage]) -> Iterator[PatchedImage]:
         """Hash the bytes, decode what is new."""
-
-        def unique() -> Iterator[UniqueImage]:
-            for ref, work in self.clock.iterate("dedup", dedup(rows, self._index)):
-                self._events.put(ref)
-                if isinstance(work, Failure):
-                    self._events.put(work)
-                elif work is not None:
-                    yield work
-
-        for _, _, result in self._in_pool(unique(), pool):
-            if isinstance(result, Failure):
-                self._events.put(result)
+        for _, patched in self._decoded(self._unique(rows)):
+            if isinstance(patched.result, Failure):
+                self._put(patched.result)
             else:
-                yield result
+                yield patched.result
 
-    def _dedup_decoded(self, rows: Iterator[EncodedImage], pool: ThreadPoolExecutor) -> Iterator[PatchedImage]:
+    def _unique(self, rows: Iterator[EncodedImage]) -> Iterator[UniqueImage]:
+        """The images that must be decoded: neither duplicates nor found."""
+        for ref, work in self.clock.iterate("dedup", dedup(rows, self._index)):
+            self._put(ref)
+            if isinstance(work, Failure):
+                self._put(work)
+            elif work is not None and not self._is_found(work.row, work.content_hash):
+                yield work
+
+    def _dedup_decoded(self, rows: Iterator[EncodedImage]) -> Iterator[PatchedImage]:
         """Decode everything, hash the pixels."""
-        for image, pixel_hash, result in self._in_pool(rows, pool):
+        for image, patched in self._decoded(rows):
             with self.clock.measure("dedup"):
-                ref = ref_of(image, pixel_hash, self._index)
-            self._events.put(ref)
+                ref = ref_of(image, patched.pixel_hash, self._index)
+            self._put(ref)
             if ref.first_row != ref.row:
                 continue
-            if isinstance(result, Failure):
-                self._events.put(result)
-            else:
-                yield result
+            if isinstance(patched.result, Failure):
+                self._put(patched.result)
+            elif patched.pixel_hash is None or not self._is_found(ref.row, patched.pixel_hash):
+                yield patched.result
 
-    def _in_pool(
-        self, images: Iterable[Image], pool: ThreadPoolExecutor
-    ) -> Iterator[tuple[Image, bytes | None, PatchedImage | Failure]]:
-        """Each image with what `_patch` makes of it, in order, within the bounds of `pool`."""
-        return ordered_map(
-            lambda image: pool.submit(lambda: (image, *self._patch(image.row, image.content))),
+    def _is_found(self, row: int, content_hash: bytes) -> bool:
+        """Whether an embedding is there already; it is then on its way to the writer."""
+        with self.clock.measure("find"):
+            found = self._find(content_hash, row)
+        if found is None:
+            return False
+        self.num_found += 1
+        self._put(found)
+        return True
+
+    def _decoded(self, images: Iterable[Image]) -> Iterator[tuple[Image, Patched]]:
+        """Each image with what the decoders make of it, in order, within their bounds."""
+        waiting: deque[Image] = deque()
+
+        def submit(image: Image) -> Future[Patched]:
+            waiting.append(image)
+            return self._decoders.submit(image)
+
+        for patched in ordered_map(
+            submit,
             images,
             max_items=4 * self._num_workers,
             max_bytes=MAX_DECODE_BYTES,
             num_bytes=lambda image: len(image.content) if isinstance(image.content, bytes) else 0,
-        )
-
-    def _patch(self, row: int, content: bytes | ImageError) -> tuple[bytes | None, PatchedImage | Failure]:
-        """Decode and preprocess one image; its pixel hash too where the dedup wants one."""
-        if isinstance(content, ImageError):
-            return None, Failure.from_error(row, "read", content)
-        stage, pixel_hash = "decode", None
-        with self.clock.measure("decode"):
-            try:
-                decoded = decode(content, max_source_pixels=self._config.max_source_pixels)
-                if decoded.exif_problem:
-                    with self._exif_lock:
-                        self.num_malformed_exif += 1
-                    logger.warning("row %d: malformed EXIF ignored (%s)", row, decoded.exif_problem)
-                if self._config.dedup == "pixels":
-                    pixel_hash = decoded.pixel_hash()
-                stage = "preprocess"
-                return pixel_hash, preprocess(decoded.rgb, row, self._rule)
-            except ImageError as error:
-                return pixel_hash, Failure.from_error(row, stage, error)
-            except MemoryError:
-                code = FailureCode.OUT_OF_MEMORY
-                return pixel_hash, Failure(row=row, stage=stage, code=code, message="no memory for the image's pixels")
+        ):
+            image = waiting.popleft()
+            self._watchdog.moved()
+            self.clock.add("decode", patched.seconds)
+            if patched.exif_problem:
+                self.num_malformed_exif += 1
+                logger.warning("row %d (%s): malformed EXIF ignored (%s)", image.row, image.key, patched.exif_problem)
+            yield image, patched
 
     def _encode(self, bar: ProgressBar) -> None:
         began = time.perf_counter()
@@ -235,11 +305,12 @@ class Pipeline:
             if result is None:  # nothing came for a while
                 self._packs.check()
                 continue
-            self._events.put(result)
+            self._put(result)
+            self._watchdog.moved()
             if isinstance(result, Failure):
                 continue
             self.num_encoded += len(result.rows)
-            self.num_tokens += sum(self._rule.layout.num_tokens((h, w)) for h, w in result.grid_hw.tolist())
+            self.num_tokens += sum(self._layout.num_tokens((h, w)) for h, w in result.grid_hw.tolist())
             seconds = time.perf_counter() - began
             bar.note(
                 num_encoded=self.num_encoded,
@@ -249,6 +320,7 @@ class Pipeline:
             )
 
     def _write(self) -> None:
-        for item in self._events:
+        for item in self.clock.iterate("await", self._events):
             with self.clock.measure("write"):
                 self._writer.add(item)
+            self._watchdog.moved()

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vlmembed.config import EncodeConfig
+from vlmembed.config import STALL_TIMEOUTS, EncodeConfig
 from vlmembed.decode import PIXEL_POLICY
 from vlmembed.devices import kind_of, name_of, pick_devices, pick_dtype, weakest_first
 from vlmembed.encoder import pick_pool, vector_columns
 from vlmembed.errors import ConfigError, InputError, MissingExtraError, ModelError, OutputError
 from vlmembed.exchange import LoadOrder
 from vlmembed.layout import ResizeRule
-from vlmembed.output import OutputPaths, read_manifest
+from vlmembed.output import SUCCESS, OutputPaths, read_manifest
 from vlmembed.parts import read_records
 from vlmembed.preprocess import RESIZER
 from vlmembed.provenance import difference, make_fingerprint, make_provenance
-from vlmembed.schema import output_schema, read_provenance
+from vlmembed.schema import output_schema, read_provenance, read_success, with_provenance
 from vlmembed.towers import open_tower
 from vlmembed.tuning import check_choices, load_encoder
 from vlmembed.workers import WorkerPool
@@ -88,16 +88,19 @@ def find_earlier(paths: OutputPaths, *, overwrite: bool) -> Earlier:
     partial = manifest if read_records(paths.partial) else None  # a run that committed nothing binds nobody
     output = None
     if not overwrite:
-        for path in (paths.errors, paths.output):
+        whole = paths.success if paths.is_folder else paths.output
+        for path in (paths.errors, whole):
             if path.exists():
                 output = _provenance_of(path)
-        if not paths.output.exists():
+        if not whole.exists():
             output = None  # errors alone: a run in which nothing was embedded, to be tried again
     return Earlier(output=output, partial=partial)
 
 
 def _provenance_of(path: Path) -> dict[str, Any]:
     try:
+        if path.name == SUCCESS:
+            return read_success(path)
         return read_provenance(pq.read_schema(path), str(path))
     except (OSError, pa.ArrowException, InputError) as error:
         msg = f"{path} exists and is no output of vlmembed ({error}): choose another name, or --overwrite"
@@ -162,7 +165,7 @@ def make_plan(config: EncodeConfig, paths: OutputPaths, source: Source, earlier:
         rule=rule,
         vectors=vectors,
         num_rows=num_rows,
-        schema=schema,
+        schema=with_provenance(schema, facts) if paths.is_folder else schema,  # a folder's parts stay as they are
         facts=facts,
     )
     return plan, before is not None
@@ -189,7 +192,8 @@ def _load(
         num_workers=len(devices),
         log_level=logging.getLogger().getEffectiveLevel(),
     )
-    return WorkerPool.start(order, [str(device) for device in devices])
+    names = [str(device) for device in devices]
+    return WorkerPool.start(order, names, answer_seconds=STALL_TIMEOUTS * config.timeout)
 
 
 def _check_may_replace(where: Path, lines: list[str], config: EncodeConfig) -> None:
@@ -217,7 +221,7 @@ def _recipe(config: EncodeConfig, rule: ResizeRule, decided: EncodeConfig) -> En
     budget = decided.max_tokens_per_batch
     if config.max_tokens_per_batch is None and budget is not None and budget < rule.max_tokens_per_image:
         budget = None
-    return replace(decided, overwrite=False, max_tokens_per_batch=budget)
+    return replace(decided, overwrite=False, retry_failed=False, max_tokens_per_batch=budget)
 
 
 def _inherit_shape(config: EncodeConfig, before: dict[str, Any]) -> EncodeConfig:
@@ -264,6 +268,7 @@ def _fingerprint(
         normalize=config.normalize and pool is not None,
         vectors=[asdict(column) for column in vectors],
         source_sha256=source.digest,
+        keys_sha256=source.keys_digest,
         num_rows=num_rows,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,13 +17,14 @@ T = TypeVar("T")
 
 
 class StageClock:
-    """Busy seconds of every stage, each stage's waiting for another one left out.
+    """Busy seconds of every stage, each stage's waiting for another one left out; and what each thread is at.
 
     Blocks may nest: what an inner block takes is not counted for the outer one. Used by many threads.
     """
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._doing: dict[str, str] = {}  # by thread
         self._lock = threading.Lock()
         self._local = threading.local()
 
@@ -32,14 +33,25 @@ class StageClock:
         """Count the block's time for `stage`."""
         inner_before = getattr(self._local, "inner", 0.0)
         self._local.inner = 0.0
-        start = time.perf_counter()
+        thread, start = threading.current_thread().name, time.perf_counter()
+        around = self._doing.get(thread, "")
+        self._doing[thread] = stage
         try:
             yield
         finally:
             elapsed = time.perf_counter() - start
-            with self._lock:
-                self.seconds[stage] += elapsed - self._local.inner
+            self._doing[thread] = around
+            self.add(stage, elapsed - self._local.inner)
             self._local.inner = inner_before + elapsed
+
+    def add(self, stage: str, seconds: float) -> None:
+        """Count time that was measured elsewhere."""
+        with self._lock:
+            self.seconds[stage] += seconds
+
+    def doing(self) -> dict[str, str]:
+        """The stage that each thread is in, by its name."""
+        return {thread: stage for thread, stage in dict(self._doing).items() if stage}
 
     def iterate(self, stage: str, items: Iterable[T]) -> Iterator[T]:
         """Count the time that producing `items` takes for `stage`."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from vlmembed.config import EncodeConfig
 
-FORMAT = 2
+FORMAT = 3
 """Version of the output's layout."""
 
 _PACKAGES = ("vlmembed", "torch", "transformers", "pillow", "pyarrow", "numpy")
@@ -38,6 +38,7 @@ def make_fingerprint(
     normalize: bool,
     vectors: Sequence[Mapping[str, Any]],
     source_sha256: str,
+    keys_sha256: str,
     num_rows: int,
 ) -> dict[str, Any]:
     """What two runs must share for one to go on where the other stopped."""
@@ -55,7 +56,9 @@ def make_fingerprint(
         "id_column": config.id_column,
         "keep_columns": list(config.keep_columns),
         "source_sha256": source_sha256,
+        "keys_sha256": keys_sha256,
         "num_rows": num_rows,
+        **{name: True for name in ("deterministic", "retry_failed") if getattr(config, name)},
     }
     plain: dict[str, Any] = json.loads(json.dumps(fingerprint))  # as it will be read back: tuples are lists
     return plain
@@ -69,7 +72,7 @@ _OF_THE_RUN = (
     "source_sha256",
     "keys_sha256",
     "num_rows",
-    "retry",
+    "retry_failed",
 )
 """Entries of a fingerprint that say which rows a run has, not what becomes of an image."""
 
@@ -85,9 +88,13 @@ def difference(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     lines = []
     for name in sorted(set(earlier) | set(now)):
         before, after = earlier.get(name), now.get(name)
-        if before != after and name == "source_sha256":
+        if before == after:
+            continue
+        if name == "source_sha256":
             lines.append("the list of inputs: names, sizes or change times are not what they were")
-        elif before != after:
+        elif name == "keys_sha256":
+            lines += ["the list of inputs: other names"] * (earlier.get("source_sha256") == now.get("source_sha256"))
+        else:
             lines.append(f"{name}: {json.dumps(before)} there, {json.dumps(after)} now")
     return lines
 

@@ -23,10 +23,13 @@ class RunReport:
         codes: failed rows by code. skipped: files that were no rows, by kind.
         already_complete: nothing was done, the output of this very run was there.
         num_resumed: rows that an earlier start had committed.
+        num_found: embeddings that the cache or an earlier output had.
+        num_retried, num_recovered: failed rows that were tried again, and those that have an embedding now.
         num_encoded, num_tokens: images and tokens that this process encoded.
         packing_efficiency: tokens over packs x budget, 0 to 1.
         num_malformed_exif: images that were embedded as they are because their EXIF block could not be read.
         num_splits: packs that did not fit into memory and were split.
+        num_replaced_decoders: decoding threads or processes that hung or crashed.
         num_lost_workers: processes that died; their packs went to the others.
         setup_seconds: listing and loading. seconds: all that came after.
         slowest_stage, slowest_share: the busiest stage and its share of the time, 0 to 1.
@@ -43,12 +46,16 @@ class RunReport:
     skipped: Mapping[str, int] = field(default_factory=dict)
     already_complete: bool = False
     num_resumed: int = 0
+    num_found: int = 0
+    num_retried: int = 0
+    num_recovered: int = 0
     num_encoded: int = 0
     num_tokens: int = 0
     num_packs: int = 0
     packing_efficiency: float = 0.0
     num_malformed_exif: int = 0
     num_splits: int = 0
+    num_replaced_decoders: int = 0
     num_lost_workers: int = 0
     setup_seconds: float = 0.0
     seconds: float = 0.0

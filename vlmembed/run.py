@@ -4,34 +4,56 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from vlmembed.assembly import assemble
 from vlmembed.decode import own_pillow_settings
+from vlmembed.decode_processes import ProcessDecoders
+from vlmembed.decoders import ThreadDecoders
 from vlmembed.dedup import HashIndex
 from vlmembed.errors import NothingEmbeddedError, OutputError, RowFailedError
-from vlmembed.output import OutputPaths, lock, read_manifest, write_manifest
+from vlmembed.known import Known
+from vlmembed.output import (
+    PUBLICATION,
+    OutputPaths,
+    drop,
+    finish_publication,
+    lock,
+    read_manifest,
+    write_manifest,
+)
 from vlmembed.parts import PartStore
+from vlmembed.patcher import Patcher
 from vlmembed.pipeline import Pipeline
 from vlmembed.plan import Earlier, Plan, find_earlier, make_plan, max_row_bytes
 from vlmembed.progress import ProgressBar, StageClock
+from vlmembed.provenance import encoder_fingerprint
 from vlmembed.report import RunReport
+from vlmembed.retry import Retry
+from vlmembed.reuse import EarlierOutputs
 from vlmembed.sources import open_source
+from vlmembed.suspects import SuspectRows, read_suspects
 from vlmembed.writer import Writer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from vlmembed.config import EncodeConfig
+    from vlmembed.decoders import DecodePool
 
 logger = logging.getLogger(__name__)
 
+SUSPECTS = "decoding.slots"
 
-def encode(config: EncodeConfig, *, progress: bool = False) -> RunReport:
+
+def encode(config: EncodeConfig, *, progress: bool = False, hung: Callable[[], None] = lambda: None) -> RunReport:
     """Embed every image of ``config.inputs`` into ``config.output``; go on where an earlier start stopped.
 
-    `progress` draws a bar on stderr.
+    `progress` draws a bar on stderr. `hung` is called when a run in which nothing moved was given up and could not be
+    ended, because a thread is stuck in foreign code: a process of its own can do no better than exit.
 
     Raises:
         UsageError: a setting, an input or the output must be changed; nothing was written.
@@ -39,34 +61,58 @@ def encode(config: EncodeConfig, *, progress: bool = False) -> RunReport:
     """
     began = time.perf_counter()
     paths = OutputPaths.of(config.output)
+    paths.check_writable()
+    _finish_earlier_publication(paths)
     with ExitStack() as stack:
         source = stack.enter_context(closing(open_source(config, paths.all())))
         logger.info("%d rows listed in %.1f s", source.num_rows, time.perf_counter() - began)
         earlier = find_earlier(paths, overwrite=config.overwrite)
-        plan, same = make_plan(config, paths, source, earlier)
+        retry = Retry(paths, earlier.output, source) if config.retry_failed else None
+        if retry is None:
+            plan, same = make_plan(config, paths, source, earlier)
+        else:  # a run of its own, which must fit the output
+            before = Earlier(output=retry.facts | {"fingerprint": retry.fingerprint}, partial=None)
+            plan, same = make_plan(replace(config, limit=None), paths, retry.source, before)
         stack.enter_context(closing(plan.encoder))
         logger.info("%s loaded on %s, %s", config.model, plan.config.device, plan.config.dtype)
-        if same and earlier.output is not None:
-            _drop_leftovers(paths, earlier)
-            report = RunReport.from_provenance(paths, earlier.output)
-            _check_failures(plan.config, report.num_failed)
-            return report
+        if retry is None:
+            is_complete = same and earlier.output is not None
+        else:
+            same, is_complete = retry.goes_on(plan.facts, earlier.partial), not retry.source.num_rows
+        if is_complete:
+            return _report_complete(plan, earlier)
         stack.enter_context(lock(paths.partial))
         if find_earlier(paths, overwrite=config.overwrite) != earlier:
             msg = f"another process has just written to {paths.output}: run the command again to see what it left"
             raise OutputError(msg)
+        _name_suspects(paths)
         if not same:
             write_manifest(paths.partial, plan.facts)
-        return _run(plan, began=began, progress=progress)
+        return _run(plan, retry, began=began, progress=progress, hung=hung)
 
 
-def _drop_leftovers(paths: OutputPaths, earlier: Earlier) -> None:
-    """Remove the parts of a run that was killed after its output was finished."""
-    assert earlier.output is not None
-    manifest = read_manifest(paths.partial)
-    if manifest is not None and manifest["fingerprint"] == earlier.output["fingerprint"]:
+def _finish_earlier_publication(paths: OutputPaths) -> None:
+    """What a run was killed at when all was done but moving its files into their places.
+
+    Raises:
+        OutputError: another process is at it.
+    """
+    if (paths.partial / PUBLICATION).exists():
         with lock(paths.partial):
-            PartStore.drop(paths.partial)
+            finish_publication(paths)
+
+
+def _report_complete(plan: Plan, earlier: Earlier) -> RunReport:
+    """Nothing is left to do, but perhaps the parts of a run that was killed after its output was finished."""
+    paths, facts = plan.paths, earlier.output
+    assert facts is not None
+    manifest = read_manifest(paths.partial)
+    if paths.partial.exists() and (manifest is None or manifest["fingerprint"] == facts["fingerprint"]):
+        with lock(paths.partial):
+            drop(paths.partial)
+    report = RunReport.from_provenance(paths, facts)
+    _check_failures(plan.config, report.num_failed)
+    return report
 
 
 def _check_failures(config: EncodeConfig, num_failed: int) -> None:
@@ -76,43 +122,57 @@ def _check_failures(config: EncodeConfig, num_failed: int) -> None:
         raise RowFailedError(msg)
 
 
-def _run(plan: Plan, *, began: float, progress: bool) -> RunReport:
+def _name_suspects(paths: OutputPaths) -> None:
+    """An earlier start may have died of a picture that crashes its decoder, and would die of it again."""
+    if suspects := read_suspects(paths.partial / SUSPECTS):
+        shown = ", ".join(f"{row} ({key})" for row, key in suspects)
+        logger.error(
+            "an earlier start ended without a word while it decoded rows %s. Should this one end like that too, one of "
+            "them crashes its decoder: with --decode processes that is a failed row (decoder_crash)",
+            shown,
+        )
+
+
+def _run(plan: Plan, retry: Retry | None, *, began: float, progress: bool, hung: Callable[[], None]) -> RunReport:
     assert plan.config.rows_per_part is not None
     store = PartStore(
-        plan.paths,
+        plan.paths.partial,
         plan.schema,
         vectors=plan.vectors,
         rows_per_part=plan.config.rows_per_part,
         max_row_bytes=max_row_bytes(plan.vectors, plan.rule),
     )
+    store.check()
     start = store.next_row
     _check_failures(plan.config, sum(record.num_failed for record in store.records))
     if start:
         logger.info("going on at row %d", start)
     ready = time.perf_counter()
-    pipeline, writer = _run_pipeline(plan, store, progress=progress)
-    counts = writer.finish(pipeline.num_rows_read)
-    codes = store.codes()
-    plan.facts["counts"] = {
-        "rows": plan.num_rows,
-        **counts,
-        "codes": dict(codes),
-        "skipped": dict(plan.source.skipped),
-    }
-    store.assemble(plan.facts)
-    if not counts["embedded"]:
-        shown = ", ".join(f"{count} {code}" for code, count in codes.most_common())
+    with _output_to_fill(plan, retry) as earlier:
+        pipeline, writer = _run_pipeline(plan, store, earlier, progress=progress, hung=hung)
+        counts = writer.finish(pipeline.num_rows_read)
+        if retry is None:
+            facts = plan.facts | {"counts": _counts(plan, store, counts)}
+            assemble(store, plan.paths, facts)
+        else:
+            facts = retry.finish(store, plan.facts, earlier if plan.config.dedup != "none" else None)
+    if retry is None and not counts["embedded"]:
+        shown = ", ".join(f"{count} {code}" for code, count in facts["counts"]["codes"].items())
         msg = f"not one of {plan.num_rows} rows has an embedding ({shown}); the reasons are in {plan.paths.errors}"
         raise NothingEmbeddedError(msg)
     seconds = time.perf_counter() - ready
     stage, share = pipeline.clock.busiest(pipeline.stage_threads, seconds)
     return replace(
-        RunReport.from_provenance(plan.paths, plan.facts),
+        RunReport.from_provenance(plan.paths, facts),
         already_complete=False,
         num_resumed=start,
+        num_found=pipeline.num_found,
+        num_retried=0 if retry is None else retry.source.num_rows,
+        num_recovered=0 if retry is None else retry.source.num_rows - counts["failed"],
         num_encoded=pipeline.num_encoded,
         num_tokens=pipeline.num_tokens,
         num_splits=plan.encoder.num_splits,
+        num_replaced_decoders=pipeline.num_replaced_decoders,
         num_lost_workers=plan.encoder.num_lost,
         num_packs=pipeline.packing.num_packs,
         packing_efficiency=pipeline.packing.efficiency,
@@ -124,13 +184,35 @@ def _run(plan: Plan, *, began: float, progress: bool) -> RunReport:
     )
 
 
-def _run_pipeline(plan: Plan, store: PartStore, *, progress: bool) -> tuple[Pipeline, Writer]:
+def _counts(plan: Plan, store: PartStore, counts: dict[str, int]) -> dict[str, object]:
+    codes = dict(store.codes().most_common())
+    return {"rows": plan.num_rows, **counts, "codes": codes, "skipped": dict(plan.source.skipped)}
+
+
+def _output_to_fill(plan: Plan, retry: Retry | None) -> AbstractContextManager[EarlierOutputs | None]:
+    """What the output holds already where its failed rows are tried again: their contents may be in it."""
+    if retry is None:
+        return nullcontext()
+    return EarlierOutputs(
+        [plan.paths.output],
+        fingerprint=encoder_fingerprint(plan.facts["fingerprint"]),
+        vectors=plan.vectors,
+        index=plan.paths.partial / "output.sqlite",
+    )
+
+
+def _run_pipeline(
+    plan: Plan, store: PartStore, earlier: EarlierOutputs | None, *, progress: bool, hung: Callable[[], None]
+) -> tuple[Pipeline, Writer]:
     """Take the rows that are not committed yet through the stages."""
-    config, start = plan.config, store.next_row
+    config, start, folder = plan.config, store.next_row, plan.paths.partial
+    more = () if earlier is None else (earlier,)
     with ExitStack() as stack:
         stack.enter_context(own_pillow_settings(config.max_source_pixels))
         index = stack.enter_context(_index(config, store, plan.paths))
+        known = stack.enter_context(Known(config, plan.facts["fingerprint"], plan.vectors, folder, more=more))
         bar = stack.enter_context(closing(ProgressBar(plan.num_rows, initial=start, enabled=progress)))
+        decoders = stack.enter_context(_decoders(plan))
         assert config.rows_per_part is not None
         writer = Writer(
             store,
@@ -139,18 +221,41 @@ def _run_pipeline(plan: Plan, store: PartStore, *, progress: bool) -> tuple[Pipe
             kept=plan.source.kept_schema,
             on_error=config.on_error,
             on_commit=lambda record: bar.committed(record.num_rows),
+            on_computed=known.keep,
         )
         pipeline = Pipeline(
             config,
             source=plan.source,
             index=index,
-            rule=plan.rule,
+            find=known.find,
+            decoders=decoders,
+            layout=plan.rule.layout,
             encoder=plan.encoder,
             writer=writer,
             clock=StageClock(),
+            hung=hung,
         )
         pipeline.run(start, plan.num_rows, bar)
     return pipeline, writer
+
+
+@contextmanager
+def _decoders(plan: Plan) -> Iterator[DecodePool]:
+    """The decoding threads or processes."""
+    config = plan.config
+    assert config.workers is not None
+    patcher = Patcher(rule=plan.rule, max_source_pixels=config.max_source_pixels, hash_pixels=config.dedup == "pixels")
+    if config.decode == "processes":
+        with ProcessDecoders(patcher, num_processes=config.workers, timeout_seconds=config.timeout) as processes:
+            yield processes
+        return
+    with (
+        closing(SuspectRows(plan.paths.partial / SUSPECTS, config.workers)) as suspects,
+        ThreadDecoders(
+            patcher, num_threads=config.workers, timeout_seconds=config.timeout, suspects=suspects
+        ) as threads,
+    ):
+        yield threads
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from vlmembed.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from vlmembed.types import FloatArray
 
@@ -21,9 +23,13 @@ PROVENANCE_KEY = b"vlmembed"
 
 HASH_BYTES = 32
 
+VECTORS = re.compile(r"embedding|tokens|deepstack_\d+")
+"""Names of the output's columns of vectors."""
+
 ERRORS_SCHEMA = pa.schema(
     [
         pa.field("id", pa.string(), nullable=False),
+        pa.field("row", pa.int64(), nullable=False),
         pa.field("stage", pa.string(), nullable=False),
         pa.field("code", pa.string(), nullable=False),
         pa.field("message", pa.string(), nullable=False),
@@ -106,6 +112,22 @@ def read_provenance(schema: pa.Schema, name: str) -> dict[str, Any]:
         content = json.loads((schema.metadata or {})[PROVENANCE_KEY])
     except (KeyError, ValueError) as error:
         msg = f"{name} holds no vlmembed provenance: it was not written by vlmembed encode"
+        raise InputError(msg) from error
+    assert isinstance(content, dict)
+    return content
+
+
+def read_success(path: Path) -> dict[str, Any]:
+    """The provenance of a folder output, from its ``_SUCCESS`` file.
+
+    Raises:
+        InputError: the file was not written by vlmembed.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        content["fingerprint"]
+    except (ValueError, TypeError, KeyError) as error:
+        msg = f"{path} holds no vlmembed provenance: it was not written by vlmembed encode"
         raise InputError(msg) from error
     assert isinstance(content, dict)
     return content

@@ -270,6 +270,8 @@ def _settle_compile(config: EncodeConfig, variants: Variants, *, num_packs: floa
 def _settle_graphs(config: EncodeConfig, variants: Variants, *, num_packs: float, compiled: bool) -> tuple[bool, str]:
     if config.cuda_graphs != "auto":
         return config.cuda_graphs == "on", "as asked for"
+    if config.deterministic:
+        return False, "every image has its own shape with --deterministic"
     if not GRAPHS_CONFIRMED:
         return False, "not confirmed on a GPU yet"
     if variants.encoder.device.type != "cuda" or not BACKENDS[config.attention].is_flash:

@@ -7,19 +7,18 @@ as many tokens of short ones. What a worker that dies had in hand goes to the ot
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import pickle
-import signal
-import subprocess
-import sys
+import threading
+import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from vlmembed.child import Child, close_all
 from vlmembed.errors import ModelError, WorkerError
 from vlmembed.exchange import PACKS_IN_FLIGHT, LoadOrder, PackOrder, Result, SharedBlock, Trouble
 from vlmembed.types import EmbeddingBatch
@@ -38,13 +37,16 @@ MAX_DEATHS_PER_PACK = 2
 """A pack that was in hand when so many workers died is not given to another one."""
 
 WAIT_SECONDS = 0.1
-CLOSE_SECONDS = 10.0
 
-_START = (
-    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.path[:] = {path!r}; "
-    "from vlmembed.worker import main; main({socket}, {descriptors})"
-)
-"""Ctrl-C reaches all processes of a terminal: the run decides what becomes of its workers."""
+LOAD_SECONDS = 3600.0
+"""How long a worker may take to load the model."""
+
+ANSWER_SECONDS = 3600.0
+"""How long a worker may say nothing while it has packs in hand."""
+
+LISTEN_SECONDS = 1.0
+"""At most so much of the time between two looks at the workers counts as their silence: nobody listens while the run is
+stopped (Ctrl-Z) or held up by its writer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,24 +64,17 @@ class _Job:
         return done == len(self.batch.rows)
 
 
-class _Worker:
-    """A process, the way to it, and what it has in hand, by slot."""
+class _Worker(Child):
+    """A process, the way to it, what it has in hand, by slot, and how long it has said nothing meanwhile."""
 
     def __init__(self, device: str) -> None:
         self.device = device
         self.blocks = [SharedBlock() for _ in range(PACKS_IN_FLIGHT)]
-        self.connection, theirs = multiprocessing.Pipe()
-        descriptors = [block.descriptor for block in self.blocks]
-        code = _START.format(path=sys.path, socket=theirs.fileno(), descriptors=descriptors)
-        self.process = subprocess.Popen(  # noqa: S603  not a fork, which CUDA cannot take; nor the caller's script anew
-            [sys.executable, "-c", code],
-            pass_fds=(theirs.fileno(), *descriptors),
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # stderr, whatever `sys.stderr` is now: stdout is for results
-        )
-        theirs.close()
         self.jobs: dict[int, _Job] = {}
         self.num_splits = 0
+        self.silent_seconds = 0.0
+        descriptors = [block.descriptor for block in self.blocks]
+        super().__init__("vlmembed.worker", descriptors, descriptors=descriptors)
 
     @property
     def cost(self) -> float:
@@ -103,34 +98,25 @@ class _Worker:
         self.jobs[slot].results.append(value)
         return self.jobs.pop(slot).results if self.jobs[slot].is_done else []
 
-    def exit(self) -> str:
-        """How it ended, for people."""
+    def listen(self, seconds: float) -> Any:  # noqa: ANN401  whatever it says
+        """Its next message, of which the first bytes are there. One that stops in the middle is killed after so long.
+
+        Raises:
+            EOFError, OSError: it is gone.
+        """
+        timer = threading.Timer(seconds, self.kill)
+        timer.daemon = True
+        timer.start()
         try:
-            code = self.process.wait(CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:
-            return "it does not answer"
-        if code == -signal.SIGKILL:
-            return "killed; where memory is short, by the system"
-        return f"exit code {code}" if code >= 0 else f"signal {-code}"
+            return self.connection.recv()
+        finally:
+            timer.cancel()
 
     def close(self) -> None:
-        """End the process: kindly, and if it does not hear, by force."""
-        self.connection.close()
-        try:
-            self.process.wait(CLOSE_SECONDS if self.process.poll() is None else 0)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        """End the process, and let go of the shared memory."""
+        super().close()
         for block in self.blocks:
             block.close()
-
-
-def _close(workers: list[_Worker]) -> None:
-    """End workers, all at a time."""
-    for worker in workers:
-        worker.connection.close()
-    for worker in workers:
-        worker.close()
 
 
 def _check_same_weights(first: Settled, others: list[Settled]) -> None:
@@ -147,21 +133,41 @@ def _check_same_weights(first: Settled, others: list[Settled]) -> None:
 def _load(workers: list[_Worker], order: LoadOrder) -> list[Settled]:
     """Let workers load, all at a time."""
     for worker in workers:
-        worker.connection.send(replace(order, device=worker.device))
+        with suppress(OSError):  # one that is gone already is found below
+            worker.connection.send(replace(order, device=worker.device))
     answers = []
     for worker in workers:
-        try:
-            answer = worker.connection.recv()
-        except (EOFError, OSError) as error:
-            msg = (
-                f"the worker on {worker.device} ended while it loaded the model ({worker.exit()}): what it "
-                "printed says more; --device can leave it out"
-            )
-            raise WorkerError(msg) from error
+        answer = _loaded(worker)
         if isinstance(answer, Trouble):
             raise answer.error or WorkerError(f"the worker on {worker.device} could not load: {answer.text}")
         answers.append(answer)
     return answers
+
+
+def _loaded(worker: _Worker) -> Settled | Trouble:
+    """What a worker says once it has loaded, or failed to.
+
+    Raises:
+        WorkerError: it died, or says nothing.
+    """
+    cause: Exception | None = None
+    ended = ""
+    try:
+        for _ in range(round(LOAD_SECONDS / WAIT_SECONDS)):
+            if worker.connection.poll(WAIT_SECONDS):
+                return cast("Settled | Trouble", worker.listen(LOAD_SECONDS))
+            if not worker.is_alive and not worker.connection.poll():
+                break
+        else:
+            ended = f"it had not loaded after {LOAD_SECONDS:g} s"
+            worker.kill()
+    except (EOFError, OSError) as error:
+        cause = error
+    msg = (
+        f"the worker on {worker.device} ended while it loaded the model ({ended or worker.exit()}): what it printed "
+        "says more; --device can leave it out"
+    )
+    raise WorkerError(msg) from cause
 
 
 class WorkerPool:
@@ -172,16 +178,21 @@ class WorkerPool:
         num_splits: packs that were split because they did not fit into memory.
     """
 
-    def __init__(self, workers: list[_Worker], cost: PackCost) -> None:
+    def __init__(self, workers: list[_Worker], cost: PackCost, answer_seconds: float = ANSWER_SECONDS) -> None:
         self._workers = workers
         self._cost = cost
+        self._answer_seconds = answer_seconds
+        self._listened_at = time.monotonic()
         self._waiting: deque[_Job] = deque()
         self._num_splits_before = 0
         self.num_lost = 0
 
     @classmethod
-    def start(cls, order: LoadOrder, devices: list[str]) -> tuple[Self, Settled]:
-        """Start a worker per device and load `order` in each. The first one decides what is left to decide.
+    def start(
+        cls, order: LoadOrder, devices: list[str], *, answer_seconds: float = ANSWER_SECONDS
+    ) -> tuple[Self, Settled]:
+        """Start a worker per device and load `order` in each. The first one decides what is left to decide. A worker
+        that says nothing for `answer_seconds` while it has packs in hand counts as dead.
 
         Raises:
             VlmembedError: as for `load_encoder`. WorkerError: a worker could not be started.
@@ -194,9 +205,9 @@ class WorkerPool:
             others = _load(workers[1:], replace(order, config=settled.config))
             _check_same_weights(settled, others)
         except BaseException:
-            _close(workers)
+            close_all(workers)
             raise
-        return cls(workers, settled.cost), settled
+        return cls(workers, settled.cost, answer_seconds), settled
 
     def stream(self, batches: Iterable[PackedBatch | None]) -> Iterator[EmbeddingBatch | Failure | None]:
         """Encode packs; results come in the order in which the workers finish them. None: nothing came for a while.
@@ -220,7 +231,7 @@ class WorkerPool:
 
     def close(self) -> None:
         """End all workers."""
-        _close(self._workers)
+        close_all(self._workers)
         self._workers.clear()
 
     def _go_on(self, seconds: float) -> Iterator[EmbeddingBatch | Failure | None]:
@@ -229,17 +240,22 @@ class WorkerPool:
             min(free, key=lambda each: each.cost).give(self._waiting.popleft())
         by_connection = {worker.connection: worker for worker in self._workers}
         ready = wait(by_connection, seconds)
+        passed = min(time.monotonic() - self._listened_at, LISTEN_SECONDS)
         for connection, worker in by_connection.items():
             if connection in ready:
+                worker.silent_seconds = 0.0
                 yield from self._receive(worker)
+            else:
+                self._note_silence(worker, passed)
+        self._listened_at = time.monotonic()
         if not ready and seconds:
             yield None
 
     def _receive(self, worker: _Worker) -> Iterator[EmbeddingBatch | Failure]:
         try:
-            message = worker.connection.recv()
+            message = worker.listen(self._answer_seconds)
         except (EOFError, OSError):
-            self._bury(worker)
+            self._bury(worker, ended="it stopped in the middle of an answer" if worker.is_killed else "")
             return
         if isinstance(message, Result):
             worker.num_splits = message.num_splits
@@ -250,7 +266,20 @@ class WorkerPool:
             raise message.error
         self._bury(worker, message.text)
 
-    def _bury(self, worker: _Worker, last_words: str = "") -> None:
+    def _note_silence(self, worker: _Worker, seconds: float) -> None:
+        """Bury a worker that has said nothing for too long, or has died and something else holds its connection open.
+
+        Raises:
+            WorkerError: as in `_bury`.
+        """
+        worker.silent_seconds = worker.silent_seconds + seconds if worker.jobs else 0.0
+        if worker.silent_seconds >= self._answer_seconds:
+            worker.kill()
+            self._bury(worker, ended=f"it did not answer for {self._answer_seconds:g} s")
+        elif not worker.is_alive and not worker.connection.poll():
+            self._bury(worker)
+
+    def _bury(self, worker: _Worker, last_words: str = "", ended: str = "") -> None:
         """Take a worker that has died out of the pool, and what it had in hand back.
 
         Raises:
@@ -259,7 +288,7 @@ class WorkerPool:
         self._workers.remove(worker)
         self.num_lost += 1
         self._num_splits_before += worker.num_splits
-        ended = worker.exit()
+        ended = ended or worker.exit()
         logger.error(
             "the worker on %s died (%s): %d packs go to the %d that are left\n%s",
             worker.device,

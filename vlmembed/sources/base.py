@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     import pyarrow as pa
 
     from vlmembed.types import EncodedImage
+
+
+def rows_between(rows: Sequence[int], first: int, num_rows: int) -> Sequence[int]:
+    """Those of `rows`, which ascend, that are among `num_rows` from `first` on."""
+    return rows[bisect_left(rows, first) : bisect_left(rows, first + num_rows)]
 
 
 class Source(Protocol):
@@ -31,8 +37,17 @@ class Source(Protocol):
         """SHA-256 (hex) over the ids, sizes and change times of what will be read."""
         ...
 
+    @property
+    def keys_digest(self) -> str:
+        """SHA-256 (hex) over the ids alone, in order: the same for the same ids, whatever the contents are."""
+        ...
+
     def read(self, start: int) -> Iterator[EncodedImage]:
         """Yield the rows from number `start` on, in order; an unreadable row carries its `ImageError`."""
+        ...
+
+    def read_rows(self, rows: Sequence[int]) -> Iterator[EncodedImage]:
+        """Yield these rows alone, in order, without reading what the others hold. `rows` ascend, each once."""
         ...
 
     def close(self) -> None:

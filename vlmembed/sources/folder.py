@@ -8,33 +8,23 @@ import os
 import stat
 import tempfile
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from vlmembed.errors import FailureCode, ImageError
+from vlmembed.errors import StorageError
 from vlmembed.formats import SNIFF_BYTES, picture_extensions, sniff_format
-from vlmembed.parallel import ordered_map
-from vlmembed.types import EncodedImage
+from vlmembed.sources.readahead import UnreadRow, open_without_waiting
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Sequence
     from pathlib import Path
     from typing import IO
 
-READ_THREADS = 4
-MAX_READ_AHEAD_BYTES = 128 * 2**20
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ListedFile:
-    """A file that is a row: where it is, its id, its size in bytes."""
-
-    path: str
-    key: str
-    num_bytes: int
+    from vlmembed.sources.readahead import ReadAhead
+    from vlmembed.types import EncodedImage
 
 
 def escape_name(name: str) -> str:
@@ -51,25 +41,6 @@ def key_of(path: str, root: str, prefix: str) -> str:
     """Id of a file: its path below `root`, behind `prefix` where the run has several inputs."""
     relative = os.path.relpath(path, root).replace(os.sep, "/")
     return escape_name(f"{prefix}/{relative}" if prefix else relative)
-
-
-def read_content(path: str) -> bytes | ImageError:
-    """The bytes of a regular file, or why there are none."""
-    try:
-        with open(path, "rb", opener=_open_without_waiting) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                return ImageError(FailureCode.UNREADABLE, "not a regular file")
-            return file.read()
-    except FileNotFoundError:
-        return ImageError(FailureCode.MISSING, "the file does not exist")
-    except (OSError, ValueError) as error:
-        return ImageError(FailureCode.UNREADABLE, f"{type(error).__name__}: {error}")
-    except MemoryError:
-        return ImageError(FailureCode.OUT_OF_MEMORY, "no memory for the file's bytes")
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # a FIFO would wait for a writer for ever
 
 
 @dataclass(slots=True)
@@ -128,8 +99,8 @@ class Walk:
         if extension in self._extensions:
             return True
         try:
-            with open(path, "rb") as file:  # noqa: PTH123  see `pictures`
-                head = file.read(SNIFF_BYTES)
+            with open(path, "rb", opener=open_without_waiting) as file:
+                head = file.read(SNIFF_BYTES) or b""  # None: a file of the kernel's that would make us wait
         except OSError:
             head = b""
         if sniff_format(head) is not None:
@@ -160,17 +131,24 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 class FolderSource:
     """Picture files, listed once at the start. The list lies in a scratch file, so memory does not grow with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, reader: ReadAhead) -> None:
         self.num_rows = 0
         self.skipped: Counter[str] = Counter()
         self.kept_schema = pa.schema([])
+        self._reader = reader
         self._hash = hashlib.sha256()
+        self._keys_hash = hashlib.sha256()
         self._list: IO[str] = tempfile.TemporaryFile("w+", encoding="ascii")  # noqa: SIM115  closed in `close`
 
     @property
     def digest(self) -> str:
         """SHA-256 over the list."""
         return self._hash.hexdigest()
+
+    @property
+    def keys_digest(self) -> str:
+        """SHA-256 over the ids."""
+        return self._keys_hash.hexdigest()
 
     def add(self, path: str, key: str) -> None:
         """Append a file to the list."""
@@ -180,35 +158,37 @@ class FolderSource:
         except OSError:
             num_bytes, mtime_ns = 0, -1
         self._hash.update(json.dumps([key, num_bytes, mtime_ns]).encode() + b"\n")
-        self._list.write(json.dumps([path, key, num_bytes]) + "\n")
+        self._keys_hash.update(json.dumps(key).encode() + b"\n")
+        try:
+            self._list.write(json.dumps([path, key, num_bytes]) + "\n")
+        except OSError as error:
+            msg = f"cannot write the list of files into {tempfile.gettempdir()} ({error}): make room, or set TMPDIR"
+            raise StorageError(msg) from error
         self.num_rows += 1
 
-    def _listed(self, start: int) -> Iterator[tuple[int, ListedFile]]:
+    def _listed(self, rows: Sequence[int]) -> Iterator[UnreadRow]:
+        wanted = iter(rows)
+        next_row = next(wanted, None)
         self._list.seek(0)
         for row, line in enumerate(self._list):
-            if row >= start:
+            if row == next_row:
                 path, key, num_bytes = json.loads(line)
-                yield row, ListedFile(path=path, key=key, num_bytes=num_bytes)
+                yield UnreadRow(row=row, key=key, path=path, num_bytes=num_bytes)
+                if (next_row := next(wanted, None)) is None:
+                    return
 
     def read(self, start: int) -> Iterator[EncodedImage]:
         """Read ahead with a few threads, yield in order."""
+        return self.read_rows(range(start, self.num_rows))
 
-        def load(item: tuple[int, ListedFile]) -> EncodedImage:
-            row, listed = item
-            return EncodedImage(row=row, key=listed.key, content=read_content(listed.path))
-
-        with ThreadPoolExecutor(READ_THREADS, thread_name_prefix="read") as pool:
-            yield from ordered_map(
-                lambda item: pool.submit(load, item),
-                self._listed(start),
-                max_items=4 * READ_THREADS,
-                max_bytes=MAX_READ_AHEAD_BYTES,
-                num_bytes=lambda item: item[1].num_bytes,
-            )
+    def read_rows(self, rows: Sequence[int]) -> Iterator[EncodedImage]:
+        """Read only these."""
+        return self._reader.read(self._listed(rows))
 
     def close(self) -> None:
         """Drop the scratch list."""
-        self._list.close()
+        with suppress(OSError):  # what could not be written, where the disk is full
+            self._list.close()
 
 
 def is_parquet(path: Path) -> bool:

@@ -1,0 +1,113 @@
+"""A finished output, as it is read back: one file, or a folder of parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from vlmembed.errors import InputError
+from vlmembed.output import SUCCESS, errors_beside
+from vlmembed.schema import VECTORS, read_provenance, read_success
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+    from typing import Self
+
+    from vlmembed.types import Int64Array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class FinishedOutput:
+    """What a run has left.
+
+    Attributes:
+        path: as it was named. files: the Parquet files with its rows, in order.
+        errors: the file of the rows that failed, whether it exists or not.
+        schema: of the files. provenance: as recorded.
+    """
+
+    path: Path
+    files: tuple[Path, ...]
+    errors: Path
+    schema: pa.Schema
+    provenance: dict[str, Any]
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Look at an output.
+
+        Raises:
+            InputError: it cannot be read as Parquet, is not whole, or was not written by vlmembed.
+        """
+        is_folder = path.is_dir()
+        if is_folder and not (path / SUCCESS).is_file():
+            msg = f"{path} is a folder without {SUCCESS}: not finished, or no output of vlmembed"
+            raise InputError(msg)
+        provenance = read_success(path / SUCCESS) if is_folder else None
+        files = tuple(sorted(path.glob("part-*.parquet"))) if is_folder else (path,)
+        try:
+            schema = pq.read_schema(files[0])
+        except (OSError, IndexError, ValueError, pa.ArrowException) as error:
+            msg = f"{path} cannot be read as Parquet: {error}"
+            raise InputError(msg) from error
+        provenance = provenance or read_provenance(schema, str(path))
+        if not any(VECTORS.fullmatch(name) for name in schema.names):
+            msg = f"{path} holds rows that failed, not embeddings: name the output it lies beside"
+            raise InputError(msg)
+        errors = errors_beside(path, is_folder=is_folder)
+        return cls(path=path, files=files, errors=errors, schema=schema, provenance=provenance)
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """Names of the columns of vectors."""
+        return tuple(name for name in self.schema.names if VECTORS.fullmatch(name))
+
+    def batches(self, columns: list[str], batch_rows: int) -> Iterator[pa.RecordBatch]:
+        """All rows in order, a few columns of them."""
+        for path in self.files:
+            with pq.ParquetFile(path, page_checksum_verification=True) as file:
+                yield from file.iter_batches(columns=columns, batch_size=batch_rows)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all files."""
+        return sum(pq.read_metadata(path).num_rows for path in self.files)
+
+    def take(self, positions: Int64Array, columns: list[str]) -> pa.Table:
+        """A few columns of the rows at `positions`, ascending; only row groups that hold one are read."""
+        found, first = [self.schema.empty_table().select(columns)], 0
+        for path in self.files:
+            with pq.ParquetFile(path, page_checksum_verification=True) as file:
+                for group in range(file.num_row_groups):
+                    last = first + file.metadata.row_group(group).num_rows
+                    wanted = positions[np.searchsorted(positions, first) : np.searchsorted(positions, last)] - first
+                    if len(wanted):
+                        found.append(file.read_row_group(group, columns=columns).take(wanted).select(columns))
+                    first = last
+        return pa.concat_tables(found)
+
+    def failed_rows(self) -> Int64Array:
+        """The input rows, ascending, that are in the errors file.
+
+        Raises:
+            InputError: that file is not there.
+        """
+        try:
+            table = pq.read_table(self.errors, columns=["row"])
+        except (OSError, pa.ArrowException) as error:
+            msg = f"{self.errors} belongs to {self.path} and cannot be read ({error}): put it beside it again"
+            raise InputError(msg) from error
+        rows: Int64Array = table["row"].to_numpy()
+        return rows
+
+
+def input_rows(failed: Int64Array, positions: Int64Array) -> Int64Array:
+    """The input rows of an output's rows at `positions`; it has all rows but those that `failed`, both ascending."""
+    shifts = failed - np.arange(len(failed))
+    rows: Int64Array = positions + np.searchsorted(shifts, positions, side="right")
+    return rows

@@ -1,0 +1,263 @@
+"""`--retry-failed`: the failed rows of a finished output as a run of their own, and its rows back among the others.
+
+The run has its parts beside the output like any other, so it can be stopped and gone on with; the output is replaced at
+its end. A row whose content another row of the output has is that row's duplicate.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from vlmembed.assembly import READY, READY_ERRORS, READY_PREFIX, concatenate, publish_folder, read_groups, write_errors
+from vlmembed.errors import InputError, OutputError
+from vlmembed.finished import FinishedOutput, input_rows
+from vlmembed.merging import merge_rows
+from vlmembed.output import publish
+from vlmembed.parts import PartRecord, file_sha256, storing
+from vlmembed.schema import ERRORS_SCHEMA, with_provenance
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from vlmembed.merging import Numbered
+    from vlmembed.output import OutputPaths
+    from vlmembed.parts import PartStore
+    from vlmembed.reuse import EarlierOutputs
+    from vlmembed.sources.base import Source
+    from vlmembed.types import EncodedImage, Int64Array
+
+
+class FailedRows:
+    """The rows of a source that failed, as a source.
+
+    Attributes:
+        rows: their numbers in the whole source, ascending.
+    """
+
+    def __init__(self, source: Source, errors: pa.Table) -> None:
+        errors = errors.sort_by("row")
+        self._source = source
+        self._keys: list[str] = errors["id"].to_pylist()
+        self.rows: Int64Array = errors["row"].to_numpy()
+        self.num_rows = len(self.rows)
+        self.skipped: Counter[str] = source.skipped
+        self.kept_schema: pa.Schema = source.kept_schema
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) over the whole source and which of its rows these are."""
+        listed = json.dumps([self._source.digest, self.rows.tolist()])
+        return hashlib.sha256(listed.encode()).hexdigest()
+
+    @property
+    def keys_digest(self) -> str:
+        """That of the whole source."""
+        return self._source.keys_digest
+
+    def read(self, start: int) -> Iterator[EncodedImage]:
+        """Yield the rows, numbered from 0."""
+        return self._numbered(range(start, self.num_rows))
+
+    def read_rows(self, rows: Iterable[int]) -> Iterator[EncodedImage]:
+        """Yield these of them."""
+        return self._numbered(list(rows))
+
+    def _numbered(self, numbers: range | list[int]) -> Iterator[EncodedImage]:
+        images = self._source.read_rows([int(self.rows[number]) for number in numbers])
+        for number, image in zip(numbers, images, strict=True):
+            if image.key != self._keys[number]:
+                msg = (
+                    f"row {image.row} is {image.key!r} now and was {self._keys[number]!r}: start anew with --overwrite"
+                )
+                raise InputError(msg)
+            yield replace(image, row=number)
+
+    def close(self) -> None:
+        """The whole source is its opener's."""
+
+
+class Retry:
+    """What a finished output lacks, and how it gets it.
+
+    Attributes:
+        source: the rows that failed.
+        facts: the output's provenance.
+    """
+
+    def __init__(self, paths: OutputPaths, facts: dict[str, Any] | None, source: Source) -> None:
+        """Look at a finished output.
+
+        Raises:
+            OutputError: there is none. InputError: its files cannot be read, or the inputs are others now.
+        """
+        if facts is None:
+            msg = f"--retry-failed needs a finished output, and {paths.output} is none: run without it first"
+            raise OutputError(msg)
+        self._paths = paths
+        self._whole = source
+        self.facts = facts
+        self._output = FinishedOutput.open(paths.output)
+        self._output.failed_rows()  # tells whether the errors file is there
+        self.source = FailedRows(source, pq.read_table(self._output.errors, columns=["id", "row"]))
+        if facts["counts"]["failed"] != self.source.num_rows:
+            msg = (
+                f"{self._output.errors} holds {self.source.num_rows} rows, and {paths.output} was written with "
+                f"{facts['counts']['failed']}: they do not belong together"
+            )
+            raise InputError(msg)
+        if facts["fingerprint"]["num_rows"] > source.num_rows:
+            had = facts["fingerprint"]["num_rows"]
+            msg = f"the inputs have {source.num_rows} rows and had {had} when {paths.output} was written: --overwrite"
+            raise InputError(msg)
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What the run of the failed rows must have: that of the output, but for what says which rows are read."""
+        return dict(self.facts["fingerprint"]) | {
+            "source_sha256": self.source.digest,
+            "num_rows": self.source.num_rows,
+            "retry_failed": True,
+        }
+
+    def goes_on(self, again: Mapping[str, Any], partial: Mapping[str, Any] | None) -> bool:
+        """Whether the parts beside the output, of `partial`, are those of an earlier start of this very run, which is
+        `again`.
+
+        Raises:
+            OutputError: they are of another run.
+        """
+        if partial is None:
+            return False
+        if all(partial[name] == again[name] for name in ("fingerprint", "shape")):
+            return True
+        msg = (
+            f"{self._paths.partial} belongs to another run: finish that with its own command, or delete the folder, "
+            "before --retry-failed"
+        )
+        raise OutputError(msg)
+
+    def finish(self, store: PartStore, again: Mapping[str, Any], earlier: EarlierOutputs | None) -> dict[str, Any]:
+        """Put the rows that are embedded now in their places; returns the output's new provenance.
+
+        `store` has the parts of the failed rows, `again` is how they were made; `earlier` knows the output's rows by
+        their content, where duplicates are looked for.
+
+        Raises:
+            StorageError: a file cannot be written. AccountingError: rows would be lost.
+        """
+        facts = self._facts(store, again, earlier)
+        errors = (
+            table.set_column(1, ERRORS_SCHEMA.field("row"), pa.array(self.source.rows[table["row"].to_numpy()]))
+            for table in read_groups([store.folder / each.errors_name for each in store.records], ERRORS_SCHEMA)
+        )
+        with storing(self._paths.partial / READY_ERRORS):
+            write_errors(self._paths, errors, facts, facts["counts"]["failed"])
+        if self._paths.is_folder:
+            self._finish_folder(store, facts, earlier)
+        else:
+            self._finish_file(store, facts, earlier)
+        return facts
+
+    def _facts(self, store: PartStore, again: Mapping[str, Any], earlier: EarlierOutputs | None) -> dict[str, Any]:
+        num_new = sum(record.num_rows - record.num_failed for record in store.records)
+        num_duplicates = sum(len(table) - table["duplicate_of"].null_count for _, table in self._new(store, earlier))
+        before = self.facts["counts"]
+        counts = before | {
+            "embedded": before["embedded"] + num_new - num_duplicates,
+            "duplicates": before["duplicates"] + num_duplicates,
+            "failed": before["failed"] - num_new,
+            "codes": dict(store.codes()),
+        }
+        fingerprint = self.facts["fingerprint"] | {"source_sha256": self._whole.digest}
+        retried = [*self.facts.get("retried", []), {name: again[name] for name in ("backend", "versions")}]
+        return {**self.facts, "counts": counts, "fingerprint": fingerprint, "retried": retried}
+
+    def _new(
+        self, store: PartStore, earlier: EarlierOutputs | None, start: int = 0, stop: int | None = None
+    ) -> Iterator[Numbered]:
+        """The rows that are embedded now, of input rows `start` to `stop`."""
+        for number, record in enumerate(store.records):
+            rows, position = self.source.rows[store.rows_of(number)[0]], 0
+            if not len(rows) or rows[-1] < start or (stop is not None and rows[0] >= stop):
+                continue
+            for table in read_groups([store.folder / record.file_name], store.schema):
+                own = rows[position : position + len(table)]
+                position += len(table)
+                first, last = np.searchsorted(own, [start, own[-1] + 1 if stop is None else stop]).tolist()
+                part = table.slice(first, last - first)
+                yield own[first:last], part if earlier is None else _as_duplicates(part, earlier)
+
+    def _finish_file(self, store: PartStore, facts: dict[str, Any], earlier: EarlierOutputs | None) -> None:
+        paths, num_rows = self._paths, facts["counts"]["embedded"] + facts["counts"]["duplicates"]
+        old = _number(read_groups(self._output.files, store.schema), self.source.rows)
+        with storing(paths.partial / READY):
+            schema = with_provenance(store.schema, facts)
+            merged = merge_rows(old, self._new(store, earlier))
+            concatenate(paths.partial / READY, schema, merged, num_rows, store.vectors)
+        with storing(paths.output):
+            publish(paths, {READY_ERRORS: paths.errors.name, READY: paths.output.name}, [])
+
+    def _finish_folder(self, store: PartStore, facts: dict[str, Any], earlier: EarlierOutputs | None) -> None:
+        """Write the parts anew that get a row; the others stay as they are."""
+        records, ready = [], {}
+        for before in (PartRecord(**each) for each in facts.pop("parts")):
+            record = self._rewrite(before, store, earlier)
+            if record is not before:
+                ready[READY_PREFIX + record.file_name] = record.file_name
+            records.append(record)
+        publish_folder(self._paths, records, facts, ready)
+
+    def _rewrite(self, record: PartRecord, store: PartStore, earlier: EarlierOutputs | None) -> PartRecord:
+        """A part of the output with its new rows, ready to be published; itself where it has none."""
+        stop = record.first_row + record.num_rows
+        num_new = num_duplicates = 0
+        for _, table in self._new(store, earlier, record.first_row, stop):
+            num_new += len(table)
+            num_duplicates += len(table) - table["duplicate_of"].null_count
+        if not num_new:
+            return record
+        failed = self.source.rows[np.searchsorted(self.source.rows, record.first_row) :] - record.first_row
+        old = (
+            (rows + record.first_row, table)
+            for rows, table in _number(read_groups([self._paths.output / record.file_name], store.schema), failed)
+        )
+        target = self._paths.partial / (READY_PREFIX + record.file_name)
+        with storing(target):
+            merged = merge_rows(old, self._new(store, earlier, record.first_row, stop))
+            num_rows = record.num_embedded + record.num_duplicates + num_new
+            concatenate(target, store.schema, merged, num_rows, store.vectors)
+        return replace(
+            record,
+            num_embedded=record.num_embedded + num_new - num_duplicates,
+            num_duplicates=record.num_duplicates + num_duplicates,
+            num_failed=record.num_failed - num_new,
+            sha256=file_sha256(target),
+        )
+
+
+def _number(tables: Iterable[pa.Table], failed: Int64Array) -> Iterator[Numbered]:
+    """The rows of an output with their input rows, all but `failed`."""
+    position = 0
+    for table in tables:
+        yield input_rows(failed, np.arange(position, position + len(table))), table
+        position += len(table)
+
+
+def _as_duplicates(table: pa.Table, earlier: EarlierOutputs) -> pa.Table:
+    """Let rows whose content the output has already point at the row that has it."""
+    points = [
+        earlier.find_key(content_hash) or before
+        for content_hash, before in zip(
+            table["content_hash"].to_pylist(), table["duplicate_of"].to_pylist(), strict=True
+        )
+    ]
+    place = table.schema.get_field_index("duplicate_of")
+    return table.set_column(place, table.schema.field(place), pa.array(points, pa.string()))

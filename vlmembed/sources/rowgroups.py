@@ -1,0 +1,140 @@
+"""An open Parquet file: its row groups in batches of bounded size, as many rows as its footer promises or an error."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from vlmembed.errors import FailureCode, ImageError
+from vlmembed.sources.columns import check_dictionaries, holds_dictionary
+from vlmembed.sources.footer import read_places
+from vlmembed.sources.pages import GroupPages, Leaf
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from vlmembed.sources.footer import ChunkPlace
+
+READ_BUFFER_BYTES = 2**20
+"""Column chunks are read through a buffer of this size, or one data page if that is larger; pyarrow's default takes a
+whole row group into memory."""
+
+MAX_ROWS_PER_BYTE = 100
+MAX_ROWS_OF_NOTHING = 2**20
+"""A footer that promises more rows than the two allow for is not believed: each row would have to fail by itself."""
+
+DAMAGE = (OSError, ValueError, pa.ArrowException)
+"""What is raised for bytes that are not what they should be; ValueError for text that is none."""
+
+logger = logging.getLogger(__name__)
+
+
+class OpenParquet:
+    """A Parquet file while it is read.
+
+    Attributes:
+        schema: of its columns.
+        status: size and time of change, of the very file that is open.
+        group_rows: rows of each row group, by the footer.
+
+    Raises:
+        One of `DAMAGE`: its footer cannot be right.
+    """
+
+    def __init__(self, parquet: pq.ParquetFile, file: pa.NativeFile, name: str) -> None:
+        self._parquet = parquet
+        self._places: dict[tuple[str, ...], list[list[ChunkPlace] | None]] = {}
+        self._file = file
+        self._name = name
+        self.schema: pa.Schema = parquet.schema_arrow
+        self.status = os.fstat(file.fileno())
+        metadata = parquet.metadata
+        self.group_rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        num_rows = sum(self.group_rows)
+        if num_rows != metadata.num_rows or min(self.group_rows, default=0) < 0:
+            msg = f"its footer contradicts itself: {metadata.num_rows} rows, and {num_rows} in its row groups"
+            raise ValueError(msg)
+        if num_rows > MAX_ROWS_OF_NOTHING + MAX_ROWS_PER_BYTE * self.status.st_size:
+            msg = f"its footer promises {num_rows} rows, too many for a file of {self.status.st_size} bytes"
+            raise ValueError(msg)
+
+    def batches(self, group: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of a row group.
+
+        Raises:
+            ImageError: in the place of the rows that cannot be read, or are not there.
+        """
+        promised, num_read = self.group_rows[group], 0
+        pages = None
+        try:
+            pages = self._pages(group, tuple(columns))
+            if pages.num_rows is not None and pages.num_rows > promised:
+                logger.warning(
+                    "row group %d of %s holds %d rows, and the file's footer promises %d: the others are no rows",
+                    *(group, self._name, pages.num_rows, promised),
+                )
+            batches = self._parquet.iter_batches(batch_size=pages.batch_rows, row_groups=[group], columns=list(columns))
+            while num_read < promised and not pages.is_damaged_before(num_read + pages.batch_rows):
+                if (batch := next(batches, None)) is None:
+                    break
+                check_dictionaries(batch)
+                num_read += batch.num_rows
+                yield batch
+        except DAMAGE as error:
+            raise self._broken(group, str(error)) from error
+        if num_read < promised:
+            missing = f"the footer promises {promised} rows, and its pages hold {num_read}"
+            raise self._broken(group, pages.damage or missing)
+
+    def _broken(self, group: int, reason: str) -> ImageError:
+        return ImageError(FailureCode.UNREADABLE, f"row group {group} of {self._name}: {reason}")
+
+    def _pages(self, group: int, columns: tuple[str, ...]) -> GroupPages:
+        leaves = self._leaves(columns)
+        if columns not in self._places:
+            self._places[columns] = read_places(self._file, [leaf.index for leaf in leaves])
+        places = self._places[columns][group] if group < len(self._places[columns]) else None
+        if places is None:
+            msg = "the footer does not say where its pages are"
+            raise ValueError(msg)
+        return GroupPages.of(self._file, places, leaves, self.group_rows[group])
+
+    def _leaves(self, columns: Sequence[str]) -> list[Leaf]:
+        schema = self._parquet.schema
+        return [
+            Leaf(
+                index=index,
+                is_flat=schema.column(index).max_repetition_level == 0,
+                keeps_dictionary=holds_dictionary(self.schema.field(name).type),
+            )
+            for name in columns
+            for index in range(len(schema))
+            if f"{schema.column(index).path}.".startswith(f"{name}.")
+        ]
+
+
+@contextmanager
+def open_parquet(path: Path, name: str) -> Iterator[OpenParquet]:
+    """Open a file that messages are to call `name`.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        One of `DAMAGE`: it cannot be read, or its footer not be right.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its writer
+        msg = "not a regular file"
+        raise OSError(msg)
+    with (
+        pa.OSFile(os.fsencode(path), "r") as file,
+        pq.ParquetFile(
+            file, pre_buffer=False, buffer_size=READ_BUFFER_BYTES, page_checksum_verification=True
+        ) as parquet,
+    ):
+        yield OpenParquet(parquet, file, name)

@@ -1,0 +1,252 @@
+"""Does an output still hold what this installation makes of its inputs? Rows are read, hashed and encoded again."""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vlmembed.config import EncodeConfig
+from vlmembed.decode import own_pillow_settings
+from vlmembed.decoders import ThreadDecoders
+from vlmembed.devices import kind_of
+from vlmembed.errors import ConfigError, InputError
+from vlmembed.finished import FinishedOutput, input_rows
+from vlmembed.output import OutputPaths
+from vlmembed.packer import PackingStats, pack
+from vlmembed.parallel import ordered_map
+from vlmembed.patcher import Patcher
+from vlmembed.plan import Earlier, make_plan
+from vlmembed.provenance import difference, encoder_fingerprint
+from vlmembed.sources import open_source
+from vlmembed.types import EmbeddingBatch, Failure
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
+
+    import pyarrow as pa
+
+    from vlmembed.decoders import DecodePool
+    from vlmembed.plan import Plan
+    from vlmembed.schema import VectorColumn
+    from vlmembed.types import Embedded, EncodedImage, FloatArray, Int64Array, PatchedImage
+
+CHUNK_ROWS = 1024
+"""Rows that are compared at a time."""
+
+TOLERANCES = {"fp32": 2e-3, "bf16": 5e-2, "fp16": 5e-2}
+"""Largest deviation, |now - stored| / |stored|, by dtype of the layers: what other packs, another processor or half
+floats in the file can make, with room to spare. For vectors of length 1, 0.05 is a cosine of 0.99875."""
+
+
+@dataclass(slots=True)
+class Verification:
+    """What was found.
+
+    Attributes:
+        num_rows: of the output. num_checked: rows that were read again.
+        changed: ids whose bytes (with ``--dedup pixels``, pixels) are not those that were encoded.
+        failed: ids that cannot be read or encoded any more, with the reason.
+        worst: the largest deviation, |now - stored| / |stored|; of the row `worst_id`.
+        tolerance: what it may be.
+        differences: settings and versions in which this installation differs from the one that made the output.
+        problems: what is wrong with the files themselves.
+    """
+
+    path: Path
+    num_rows: int
+    tolerance: float
+    num_checked: int = 0
+    changed: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    worst: float = 0.0
+    worst_id: str = ""
+    differences: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def is_good(self) -> bool:
+        """Nothing is beyond the tolerance, changed, lost or wrong."""
+        return not (self.changed or self.failed or self.problems) and self.worst <= self.tolerance
+
+
+def verify(
+    path: Path,
+    *,
+    num_rows: int | None = 100,
+    seed: int = 0,
+    tolerance: float | None = None,
+    inputs: Sequence[str] = (),
+    device: str = "auto",
+) -> Verification:
+    """Read, hash and encode `num_rows` random rows of an output again, or all (None), and compare.
+
+    `inputs` stand for those that are recorded, where the pictures have moved.
+
+    Raises:
+        InputError: the output cannot be read, or the inputs do not have the same ids any more.
+        ConfigError: `num_rows` or `tolerance` is out of range. ModelError: the model is not there.
+    """
+    output = FinishedOutput.open(path)
+    facts = output.provenance
+    config = _as_recorded(facts["recipe"], facts["backend"]["device"], inputs, device)
+    found = Verification(path=path, num_rows=output.num_rows, tolerance=tolerance or TOLERANCES[config.dtype])
+    if (num_rows is not None and num_rows < 1) or found.tolerance < 0:
+        msg = f"rows is {num_rows} and tolerance {tolerance}; the one must be 1 or more, the other more than 0"
+        raise ConfigError(msg)
+    _check_counts(output, found)
+    count = found.num_rows if num_rows is None else min(num_rows, found.num_rows)
+    positions = np.sort(np.random.default_rng(seed).choice(found.num_rows, count, replace=False)).astype(np.int64)
+    paths = OutputPaths(output=path, is_folder=path.is_dir())
+    with ExitStack() as stack:
+        source = stack.enter_context(closing(open_source(config, paths.all())))
+        if source.keys_digest != facts["fingerprint"]["keys_sha256"]:
+            msg = (
+                f"the inputs of {path} do not have the ids any more that they had: name them behind it as they are now"
+            )
+            raise InputError(msg)
+        plan, _ = make_plan(config, paths, source, Earlier(output=None, partial=None))
+        stack.enter_context(closing(plan.encoder))
+        stack.enter_context(own_pillow_settings(config.max_source_pixels))
+        patcher = Patcher(
+            rule=plan.rule, max_source_pixels=config.max_source_pixels, hash_pixels=config.dedup == "pixels"
+        )
+        workers = plan.config.workers or 1
+        decoders = stack.enter_context(ThreadDecoders(patcher, num_threads=workers, timeout_seconds=config.timeout))
+        then, now = (encoder_fingerprint(each) for each in (facts["fingerprint"], plan.facts["fingerprint"]))
+        found.differences = difference(then, now) + _version_differences(facts["versions"], plan.facts["versions"])
+        failed = output.failed_rows()
+        for start in range(0, count, CHUNK_ROWS):
+            some = positions[start : start + CHUNK_ROWS]
+            _compare(_Chunk.of(output, some, input_rows(failed, some).tolist(), found), plan, decoders)
+            found.num_checked += len(some)
+    return found
+
+
+def _as_recorded(recipe: str, made_on: str, inputs: Sequence[str], device: str) -> EncodeConfig:
+    """The config that made an output, for this machine."""
+    config = EncodeConfig.from_toml(recipe)
+    same_kind = device == "auto" or kind_of(device) == kind_of(made_on)
+    return replace(
+        config,
+        inputs=tuple(inputs) or config.inputs,
+        device=device,
+        attention=config.attention if same_kind and kind_of(made_on) == "cpu" else "auto",
+        compile="off",
+        cuda_graphs="off",
+        cache=None,
+        reuse=(),
+        workers=None,
+        max_tokens_per_batch=None,
+    )
+
+
+def _check_counts(output: FinishedOutput, found: Verification) -> None:
+    """Do the files hold as many rows as the run has counted?"""
+    counts = output.provenance["counts"]
+    promised = counts["embedded"] + counts["duplicates"]
+    if found.num_rows != promised:
+        found.problems.append(f"{output.path} holds {found.num_rows} rows, and its run wrote {promised}")
+    num_failed = len(output.failed_rows())
+    if num_failed != counts["failed"]:
+        found.problems.append(f"{output.errors} holds {num_failed} rows, and its run wrote {counts['failed']}")
+
+
+def _version_differences(then: dict[str, str], now: dict[str, str]) -> list[str]:
+    return [f"{name}: {then.get(name)} there, {now.get(name)} now" for name in now if then.get(name) != now.get(name)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Chunk:
+    """Some rows of the output, as they are stored: ids, hashes and the place in `table`, by input row."""
+
+    table: pa.Table
+    ids: dict[int, str]
+    hashes: dict[int, bytes]
+    places: dict[int, int]
+    found: Verification
+
+    @classmethod
+    def of(cls, output: FinishedOutput, positions: Int64Array, rows: list[int], found: Verification) -> _Chunk:
+        table = output.take(positions, ["id", "content_hash", *output.vectors])
+        return cls(
+            table=table,
+            ids=dict(zip(rows, table["id"].to_pylist(), strict=True)),
+            hashes=dict(zip(rows, table["content_hash"].to_pylist(), strict=True)),
+            places={row: index for index, row in enumerate(rows)},
+            found=found,
+        )
+
+    def fail(self, failure: Failure) -> None:
+        self.found.failed[self.ids[failure.row]] = f"{failure.code}: {failure.message}"
+
+    def unchanged(
+        self, images: Iterable[tuple[EncodedImage, bytes | None, PatchedImage | Failure]]
+    ) -> Iterator[PatchedImage]:
+        """Pass on what is to be encoded, note the rest."""
+        for image, content_hash, result in images:
+            if content_hash is not None and content_hash != self.hashes[image.row]:
+                self.found.changed.append(self.ids[image.row])
+            elif isinstance(result, Failure):
+                self.fail(result)
+            else:
+                yield result
+
+    def compare(self, image: Embedded, columns: Sequence[VectorColumn]) -> None:
+        for column in columns:
+            stored = column.from_arrow(self.table[column.name][self.places[image.row]])
+            deviation = deviation_of(image.vectors[column.name], stored)
+            if not deviation <= self.found.worst:  # NaN too
+                self.found.worst, self.found.worst_id = deviation, self.ids[image.row]
+
+
+def _compare(chunk: _Chunk, plan: Plan, decoders: DecodePool) -> None:
+    budget = plan.config.max_tokens_per_batch
+    assert budget is not None
+    images = _read_again(plan.source.read_rows(list(chunk.ids)), decoders, pixels=plan.config.dedup == "pixels")
+    layout, alone = plan.rule.layout, plan.config.deterministic
+    for result in plan.encoder.stream(pack(chunk.unchanged(images), layout, PackingStats(budget), alone=alone)):
+        if isinstance(result, Failure):
+            chunk.fail(result)
+        elif isinstance(result, EmbeddingBatch):
+            for index in range(len(result.rows)):
+                chunk.compare(result.of_image(index), plan.vectors)
+
+
+def _read_again(
+    images: Iterator[EncodedImage], decoders: DecodePool, *, pixels: bool
+) -> Iterator[tuple[EncodedImage, bytes | None, PatchedImage | Failure]]:
+    """Each image with its content hash and what can be made of it."""
+    waiting: list[EncodedImage] = []
+
+    def kept() -> Iterator[EncodedImage]:
+        for image in images:
+            waiting.append(image)
+            yield image
+
+    results = ordered_map(
+        decoders.submit,
+        kept(),
+        max_items=8,
+        max_bytes=2**26,
+        num_bytes=lambda image: len(image.content) if isinstance(image.content, bytes) else 0,
+    )
+    for patched in results:
+        image = waiting.pop(0)
+        content_hash = patched.pixel_hash
+        if not pixels and isinstance(image.content, bytes):
+            content_hash = hashlib.sha256(image.content).digest()
+        yield image, content_hash, patched.result
+
+
+def deviation_of(now: FloatArray, stored: FloatArray) -> float:
+    """|now - stored| / |stored|, over all values of a row; infinite where they do not even have one shape."""
+    if now.shape != stored.shape:
+        return float("inf")
+    before = stored.astype(np.float64)
+    length = max(float(np.linalg.norm(before)), float(np.finfo(np.float32).tiny))
+    return float(np.linalg.norm(now.astype(np.float64) - before)) / length
