@@ -112,6 +112,16 @@ def test_the_readme_lists_every_code_and_exit_code() -> None:
         assert re.search(rf"^\| {number} \|", readme, re.MULTILINE)
 
 
+def test_what_the_readme_says_of_faults_is_shown_by_tests_that_exist() -> None:
+    table = (ROOT / "README.md").read_text().split("### What happens when…")[1].split("\n\n")[1]
+    named = [line.split("|")[3].strip().strip("`") for line in table.splitlines()[2:]]
+    assert len(named) > 12
+    for test in named:
+        file, _, name = test.partition("::")
+        content = (ROOT / "tests" / file).read_text()
+        assert f"def {name}(" in content if name else "def test_" in content, test
+
+
 def test_the_readme_is_finished() -> None:
     assert "@@" not in (ROOT / "README.md").read_text()
 

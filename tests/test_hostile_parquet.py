@@ -1,4 +1,4 @@
-"""Parquet files that lie, are cut, change under the run or would fill the memory: every row has an end, none is lost."""
+"""Parquet files that lie, are cut, change under the run or would fill the memory: every row has an end, none is lost"""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ report = vlmembed.encode(config)
 print(report.num_embedded, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
     peaks = []
-    for count in (1500, 12_000):
+    for count in (1000, 6000):
         images = []
         for _ in range(count):
             buffer = io.BytesIO()

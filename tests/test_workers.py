@@ -62,7 +62,7 @@ def kill_when_given(monkeypatch: pytest.MonkeyPatch, should_die: Callable[[int, 
     monkeypatch.setattr(_Worker, "give", watched)
 
 
-@pytest.mark.parametrize("num_workers", [2, 4])
+@pytest.mark.parametrize("num_workers", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_worker_that_is_killed_costs_no_row(
     num_workers: int, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
