@@ -27,7 +27,7 @@ from vlmembed.suspects import SuspectRows, read_suspects
 from vlmembed.types import EncodedImage, Failure, PatchedImage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from vlmembed.decoders import DecodePool
@@ -51,6 +51,13 @@ def images(contents: Sequence[bytes | ImageError]) -> Iterator[EncodedImage]:
 def through(decoders: DecodePool, contents: Sequence[bytes | ImageError]) -> list[Patched]:
     """All of them, in order, as the pipeline takes them."""
     return list(ordered_map(decoders.submit, images(contents), max_items=8, max_bytes=10**9, num_bytes=lambda _: 1))
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def processes_of(decoders: DecodePool) -> list[psutil.Process]:
@@ -256,11 +263,12 @@ def test_what_cannot_be_read_in_a_process_is_raised_here(monkeypatch: pytest.Mon
 def test_closing_does_not_wait_for_what_is_under_way() -> None:
     decoders = make_decoders("processes", OddPatcher(), 2)
     futures = [decoders.submit(image) for image in images([b"spin", b"sleep 60", b"echo"])]
-    while len(children := processes_of(decoders)) < 2:
-        time.sleep(0.01)
-    while (oldest := decoders.oldest()) is None or oldest[1] < 0.5:
-        time.sleep(0.01)
+    wait_until(lambda: len(processes_of(decoders)) == 2)
+    children = processes_of(decoders)
+    oldest = decoders.oldest()
+    assert oldest is not None
     assert oldest[0].row in (0, 1)
+    assert oldest[1] > 0
     began = time.monotonic()
     decoders.close()
     decoders.close()
@@ -282,9 +290,11 @@ from vlmembed.types import EncodedImage
 decoders = ProcessDecoders(OddPatcher(), num_processes=3, timeout_seconds=600)
 futures = [decoders.submit(EncodedImage(row=row, key="", content=content)) for row, content in enumerate({contents})]
 futures[0].result(60)
-while decoders.oldest() is None or decoders.oldest()[1] < 0.5 or len(decoders._at_work) < {busy}:
+deadline = time.monotonic() + 60
+while len(decoders._at_work) < {busy}:
+    assert time.monotonic() < deadline
     time.sleep(0.02)
-time.sleep(0.3)
+time.sleep(0.5)
 print("ready", flush=True)
 time.sleep(60)
 """
@@ -312,8 +322,5 @@ def test_threads_mark_the_rows_that_they_are_at(tmp_path: Path) -> None:
         found = through(decoders, [b"echo", b"sleep 1.5", b"echo", b"echo"])
         assert [failure(patched)[0] for patched in found] == ["corrupt", "timeout", "corrupt", "corrupt"]
         assert read_suspects(path) == [(1, "1.jpg")]
-        deadline = time.monotonic() + 20
-        while read_suspects(path):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: not read_suspects(path))
     suspects.close()

@@ -110,6 +110,13 @@ def alive(name: str) -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith(name)]
 
 
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 def slow(item: int) -> str:
     time.sleep(0.05)
     return str(item)
@@ -161,11 +168,7 @@ def test_a_call_that_hangs_is_given_up_and_the_others_go_on() -> None:
         assert pool.num_given_up == gate.num_hanging == 5
         assert len(alive("hang")) == 2 + 5 + 1  # at work, left behind, the supervisor
     gate.open.set()
-    for _ in range(100):
-        if not alive("hang"):
-            break
-        time.sleep(0.02)
-    assert not alive("hang")
+    wait_until(lambda: not alive("hang"))
     assert [future.result() for future in futures] == ["late 6", "late 8", "7", "9"]
 
 
@@ -255,8 +258,7 @@ def test_closing_ends_every_result() -> None:
     gate = Gate()
     pool = make_pool(gate, seconds=60, name="close")
     futures = [pool.submit(item) for item in (0, 2, 4, 5)]
-    while gate.num_hanging < 2:
-        time.sleep(0.01)
+    wait_until(lambda: gate.num_hanging == 2)
     began = time.monotonic()
     pool.close()
     pool.close()
@@ -275,8 +277,7 @@ def test_closing_ends_every_result() -> None:
 def test_calls_that_end_soon_are_waited_for_by_close() -> None:
     pool = make_pool(slow, seconds=60, name="soon")
     future = pool.submit(1)
-    while pool.oldest() is None:
-        time.sleep(0.005)
+    wait_until(lambda: pool.oldest() is not None)
     pool.close()
     assert isinstance(future.exception(0), StoppedError)
     assert [name for name in alive("soon") if "supervisor" not in name] == []

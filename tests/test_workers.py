@@ -117,7 +117,8 @@ def test_what_a_worker_cannot_load_is_said_as_if_this_process_had_tried(tmp_path
     assert not (tmp_path / "out.parquet.partial").exists()
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.slow
 def test_workers_end_with_the_run(number: signal.Signals, tmp_path: Path, tiny_model: Path) -> None:
     """SIGINT to the whole group, as a terminal sends it; SIGKILL to the run alone, which cannot tell its workers."""
     folder = many_pictures(tmp_path / "in", 2000)

@@ -181,6 +181,7 @@ class Pipeline:
             pass  # another thread failed and is in `_errors`
         finally:
             self._stop.set()
+            self._decoders.close()  # nobody waits for a decode that hangs
             for thread in threads:
                 if thread.ident is not None:
                     thread.join(JOIN_SECONDS)

@@ -250,7 +250,7 @@ def _decoders(plan: Plan) -> Iterator[DecodePool]:
             yield processes
         return
     with (
-        closing(SuspectRows(plan.paths.partial / SUSPECTS, config.workers)) as suspects,
+        closing(SuspectRows(plan.paths.partial / SUSPECTS, 4 * config.workers)) as suspects,
         ThreadDecoders(
             patcher, num_threads=config.workers, timeout_seconds=config.timeout, suspects=suspects
         ) as threads,
