@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import io
-import struct
-import zlib
 
 import numpy as np
 import pytest
+from bombs import DATA, Tags, fits_block, fits_card, fits_gzip, gigapixel_png, ico, rgb_tags, saved, tiff
 from conftest import SAMPLES
-from PIL import Image, ImageFile, ImageOps
+from PIL import Image, ImageCms, ImageFile, ImageOps
 
+import vlmembed.pixels
 from vlmembed.decode import decode, own_pillow_settings
 from vlmembed.errors import FailureCode, ImageError
 from vlmembed.formats import picture_extensions, readable_formats, sniff_format
 
 LIMIT = 10**8
-
-
-def saved(image: Image.Image, kind: str, **options: object) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
 
 
 def pixels(content: bytes) -> np.ndarray:
@@ -128,6 +122,62 @@ def test_cmyk_is_converted() -> None:
     assert np.abs(sample.astype(int) - np.asarray(plain)).mean() < 12
 
 
+def srgb_of_lab(lab: np.ndarray) -> np.ndarray:
+    """CIE 15 and IEC 61966-2-1, with Bradford's adaptation from D50 to D65."""
+    lightness, a, b = np.moveaxis(lab.astype(float), -1, 0)
+    f = (lightness + 16) / 116 + np.stack([a / 500, 0 * a, -b / 200])
+    xyz = np.where(f > 6 / 29, f**3, 3 * (6 / 29) ** 2 * (f - 4 / 29)) * np.array([0.9642, 1, 0.8249])[:, None, None]
+    matrix = np.array([[3.1339, -1.6169, -0.4906], [-0.9788, 1.9161, 0.0335], [0.0719, -0.2290, 1.4052]])
+    linear = np.clip(np.tensordot(matrix, xyz, 1), 0, 1)
+    gamma = np.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055)
+    return np.moveaxis(gamma * 255, 0, -1)
+
+
+def test_lab_is_converted() -> None:
+    lab = np.array([[[0, 0, 0], [50, 0, 0], [100, 0, 0], [53, 60, 40], [70, -40, 30], [40, 20, -50]]])
+    stored = np.stack([np.rint(lab[..., 0] * 2.55), lab[..., 1], lab[..., 2]], axis=-1).astype(np.int8).view(np.uint8)
+    tags: Tags = rgb_tags((6, 1), photometric=8) | {273: (4, [DATA]), 278: (4, [1])}
+    found = pixels(tiff(tags, stored.tobytes()))
+    assert np.abs(found - srgb_of_lab(lab)).max() < 2
+    assert found[0, 1, 0] == found[0, 1, 1] == found[0, 1, 2] == 119
+
+
+def test_lab_without_littlecms_has_a_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object) -> None:
+        message = "no LittleCMS"
+        raise ImportError(message)
+
+    monkeypatch.setattr(ImageCms, "createProfile", missing)
+    tags: Tags = rgb_tags((6, 1), photometric=8) | {273: (4, [DATA]), 278: (4, [1])}
+    assert code_of(tiff(tags, bytes(18))) is FailureCode.UNSUPPORTED_FORMAT
+
+
+def test_fits_is_read() -> None:
+    samples = np.array([[0, 257], [32896, 65535]], ">u2")
+    keys = ("SIMPLE", "BITPIX", "NAXIS", "NAXIS1", "NAXIS2")
+    plain = fits_block(*map(fits_card, keys, ("T", 16, 2, 2, 2))) + samples.tobytes().ljust(2880, b"\0")
+    expected = [[128, 255], [0, 1]]  # FITS counts rows from the bottom
+    assert pixels(plain)[..., 0].tolist() == expected
+    assert pixels(fits_gzip((2, 2), samples.astype(">u4").tobytes()))[..., 0].tolist() == expected
+    assert code_of(plain[:2881]) is FailureCode.TRUNCATED
+    assert code_of(fits_block(*map(fits_card, ("SIMPLE", "BITPIX", "NAXIS"), ("T", 8, 0)))) is FailureCode.CORRUPT
+
+
+def test_stripes_change_no_pixel(monkeypatch: pytest.MonkeyPatch) -> None:
+    photo = Image.open(SAMPLES / "photos/cat.jpg").resize((61, 47))
+    alpha = photo.convert("RGBA")
+    alpha.putalpha(Image.linear_gradient("L").resize(photo.size))
+    contents = [saved(photo.convert(mode), "TIFF") for mode in ("1", "L", "I", "F", "CMYK", "LAB", "I;16", "RGB")]
+    contents += [saved(image, "PNG") for image in (alpha, alpha.convert("LA"), photo.quantize(), alpha.quantize())]
+    contents.append(saved(photo.quantize(), "GIF", transparency=3))
+    whole = [decode(content, max_source_pixels=LIMIT) for content in contents]
+    monkeypatch.setattr(vlmembed.pixels, "STRIPE_PIXELS", 130)  # two rows
+    for content, expected in zip(contents, whole, strict=True):
+        found = decode(content, max_source_pixels=LIMIT)
+        np.testing.assert_array_equal(np.asarray(found.rgb), np.asarray(expected.rgb))
+        assert found.pixel_hash() == expected.pixel_hash()
+
+
 def test_the_first_frame_counts() -> None:
     frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "green", "blue")]
     for kind in ("GIF", "WEBP", "PNG", "TIFF"):
@@ -171,17 +221,6 @@ def test_no_truncated_file_passes(kind: str, share: float) -> None:
     }
 
 
-def gigapixel_png() -> bytes:
-    """Header, a little data, end: 32768 x 32768 pixels claimed."""
-
-    def chunk(name: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
-
-    header = struct.pack(">IIBBBBB", 2**15, 2**15, 8, 2, 0, 0, 0)
-    data = zlib.compress(bytes(2**20))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
-
-
 def test_a_bomb_is_refused_by_its_header() -> None:
     with (
         own_pillow_settings(LIMIT),
@@ -208,10 +247,8 @@ def test_pillows_settings_are_ours_and_then_restored(monkeypatch: pytest.MonkeyP
 
 def test_a_bomb_inside_an_ico_is_refused_before_it_is_decoded() -> None:
     """Pillow decodes an ICO's PNG while it opens the file, and its own header may claim another size."""
-    png = gigapixel_png()
-    entry = struct.pack("<BBBBHHII", 16, 16, 0, 0, 1, 32, len(png), 22)
     with own_pillow_settings(LIMIT):
-        assert code_of(struct.pack("<HHH", 0, 1, 1) + entry + png) is FailureCode.TOO_LARGE
+        assert code_of(ico(gigapixel_png())) is FailureCode.TOO_LARGE
 
 
 def test_programs_are_not_run() -> None:
@@ -233,11 +270,23 @@ def test_formats_are_told_from_bytes() -> None:
     photo = Image.open(SAMPLES / "photos/cat.jpg")
     for kind in ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "AVIF", "JPEG2000", "DDS", "QOI", "ICNS"):
         assert sniff_format(saved(photo.resize((64, 64)), kind)[:32]) == kind
-    for text in (b"Python is not a PPM", b"P5 sounds like one", b"#define x_width 1", b"BMW", b"", b"{}", b"PAR1"):
+    assert sniff_format(fits_block(fits_card("SIMPLE", "T"))[:32]) == "FITS"
+    assert sniff_format(b"\x59\xa6\x6a\x95" + bytes(28)) == "SUN"
+    assert sniff_format(b"P7 332\n#IMGINFO:512x440 RGB") == "XVTHUMB"
+    for text in (
+        b"SIMPLE words",
+        b"Python is not a PPM",
+        b"P5 sounds like one",
+        b"#define x_width 1",
+        b"BMW",
+        b"",
+        b"{}",
+        b"PAR1",
+    ):
         assert sniff_format(text) is None
 
 
 def test_extensions() -> None:
     extensions = picture_extensions()
-    assert {".jpg", ".jfif", ".png", ".tif", ".tiff", ".webp", ".avif", ".heic", ".gif", ".bmp"} <= extensions
-    assert not {".txt", ".json", ".pdf", ".parquet", ".mpg", ".eps", ".h5"} & extensions
+    assert {".jpg", ".jfif", ".png", ".tif", ".tiff", ".webp", ".avif", ".heic", ".gif", ".bmp", ".fits"} <= extensions
+    assert not {".txt", ".json", ".pdf", ".parquet", ".mpg", ".eps", ".h5", ".iim"} & extensions

@@ -24,7 +24,7 @@ from vlmembed.output import (
     read_manifest,
     write_manifest,
 )
-from vlmembed.parts import PartStore
+from vlmembed.parts import PartStore, storing
 from vlmembed.patcher import Patcher
 from vlmembed.pipeline import Pipeline
 from vlmembed.plan import Earlier, Plan, find_earlier, make_plan, max_row_bytes
@@ -249,8 +249,10 @@ def _decoders(plan: Plan) -> Iterator[DecodePool]:
         with ProcessDecoders(patcher, num_processes=config.workers, timeout_seconds=config.timeout) as processes:
             yield processes
         return
+    with storing(plan.paths.partial / SUSPECTS):
+        rows = SuspectRows(plan.paths.partial / SUSPECTS, 4 * config.workers)
     with (
-        closing(SuspectRows(plan.paths.partial / SUSPECTS, 4 * config.workers)) as suspects,
+        closing(rows) as suspects,
         ThreadDecoders(
             patcher, num_threads=config.workers, timeout_seconds=config.timeout, suspects=suspects
         ) as threads,
