@@ -160,7 +160,8 @@ def fits_gzip(size: tuple[int, int], pixels: bytes) -> bytes:
     numbers = {"BITPIX": 8, "NAXIS": 2, "NAXIS1": 1, "NAXIS2": 0, "ZIMAGE": "T", "ZBITPIX": 16, "ZNAXIS": 2}
     numbers |= {"ZNAXIS1": size[0], "ZNAXIS2": size[1]}
     table = (b"XTENSION= 'BINTABLE'".ljust(80), b"ZCMPTYPE= 'GZIP_1  '".ljust(80))
-    return first + fits_block(*table, *(fits_card(*item) for item in numbers.items())) + gzip.compress(pixels)
+    head = first + fits_block(*table, *(fits_card(*item) for item in numbers.items()))
+    return head + gzip.compress(pixels, mtime=0).ljust(2880, b"\0")
 
 
 # --- Headers that promise gigapixels ----------------------------------------------------------------------------------

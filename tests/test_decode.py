@@ -138,8 +138,7 @@ def test_lab_is_converted() -> None:
     stored = np.stack([np.rint(lab[..., 0] * 2.55), lab[..., 1], lab[..., 2]], axis=-1).astype(np.int8).view(np.uint8)
     tags: Tags = rgb_tags((6, 1), photometric=8) | {273: (4, [DATA]), 278: (4, [1])}
     found = pixels(tiff(tags, stored.tobytes()))
-    assert np.abs(found - srgb_of_lab(lab)).max() < 2
-    assert found[0, 1, 0] == found[0, 1, 1] == found[0, 1, 2] == 119
+    assert np.abs(found - srgb_of_lab(lab)).max() < 1.1
 
 
 def test_lab_without_littlecms_has_a_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,8 +158,10 @@ def test_fits_is_read() -> None:
     expected = [[128, 255], [0, 1]]  # FITS counts rows from the bottom
     assert pixels(plain)[..., 0].tolist() == expected
     assert pixels(fits_gzip((2, 2), samples.astype(">u4").tobytes()))[..., 0].tolist() == expected
-    assert code_of(plain[:2881]) is FailureCode.TRUNCATED
-    assert code_of(fits_block(*map(fits_card, ("SIMPLE", "BITPIX", "NAXIS"), ("T", 8, 0)))) is FailureCode.CORRUPT
+    cut = fits_block(*map(fits_card, keys, ("T", 16, 2, 99, 99))) + bytes(9000)
+    assert code_of(cut) is FailureCode.TRUNCATED
+    table = fits_block(*map(fits_card, keys[:3], ("T", 8, 0))) + bytes(2880)
+    assert code_of(table) is FailureCode.UNSUPPORTED_FORMAT
 
 
 def test_stripes_change_no_pixel(monkeypatch: pytest.MonkeyPatch) -> None:

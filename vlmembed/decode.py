@@ -1,8 +1,8 @@
 """Encoded bytes to RGB, by one declared pixel policy.
 
 The policy (recorded in the provenance as `PIXEL_POLICY`): EXIF orientation applied; alpha and palette transparency
-composited on white; 16-bit scaled to 8; CMYK and YCCK converted without a colour profile, LAB by its
-standard's; the first frame of an animation; truncated files fail.
+composited on white; 16-bit scaled to 8; CMYK and YCCK converted without a colour profile, LAB to sRGB; the first frame
+of an animation; truncated files fail.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ _NOT_SUPPORTED = (
     "unimplemented",
     "unknown pixel format",
     "cannot find loader",
+    "no image data",
 )
 """Words for a file that is whole, of a kind that Pillow knows and cannot decode."""
 

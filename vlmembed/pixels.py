@@ -87,10 +87,13 @@ def _on_white(image: Image.Image) -> Image.Image:
 
 
 def _lab_conversion() -> Callable[[Image.Image], Image.Image]:
-    """CIE L*a*b* with the white point of the ICC's connection space, D50, to sRGB."""
+    """CIE L*a*b* with the white point of the ICC's connection space, D50, to sRGB.
+
+    Without LittleCMS's optimisation, a table that turns white into 254.
+    """
     try:
         lab, srgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
-        transform = ImageCms.buildTransform(lab, srgb, "LAB", "RGB")
+        transform = ImageCms.buildTransform(lab, srgb, "LAB", "RGB", flags=ImageCms.Flags.NOOPTIMIZE)
     except (ImportError, ImageCms.PyCMSError) as error:
         msg = f"colour mode LAB needs a Pillow with LittleCMS ({error}): convert the file to RGB"
         raise ImageError(FailureCode.UNSUPPORTED_FORMAT, msg) from error
