@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from breaking import CRASH
 from crash_server import DEAD
-from test_end_to_end import COMMAND, many_pictures
+from test_end_to_end import COMMAND, many_pictures, wait_for_parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -259,12 +258,7 @@ def test_sigterm_keeps_what_was_committed_and_a_second_process_is_refused(
     arguments = [str(server.folder), config["output"], "--model", str(server.model), "--rows-per-part", "10"]
     environment = os.environ | {"PYTHONPATH": str(slow), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([*COMMAND, *arguments], stderr=-1, text=True, env=environment)
-    lines = tmp_path / "out.parquet.partial" / "parts.jsonl"
-    deadline = time.monotonic() + 60
-    while not (lines.exists() and lines.read_text().count("\n") >= 2):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.01)
+    lines = wait_for_parts(process, tmp_path / "out.parquet", 2)
     process.send_signal(signal.SIGSTOP)  # so that it is there for as long as the second one needs
     refused = server.start(config)
     assert refused["code"] == 1

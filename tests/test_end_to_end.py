@@ -290,6 +290,17 @@ def cli(*arguments: object, **environment: str) -> subprocess.CompletedProcess[s
     return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environment)
 
 
+def wait_for_parts(process: subprocess.Popen[str], output: Path, count: int) -> Path:
+    """Until a run has committed so many parts; their list."""
+    lines = output.with_name(f"{output.name}.partial") / "parts.jsonl"
+    deadline = time.monotonic() + 120
+    while not (lines.exists() and lines.read_text().count("\n") >= count):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.01)
+    return lines
+
+
 def test_ctrl_c_keeps_the_committed_parts_and_the_next_start_goes_on(tmp_path: Path, tiny_model: Path) -> None:
     folder = many_pictures(tmp_path / "in", 1500)
     settings: dict[str, Any] = {"model": str(tiny_model), "rows_per_part": 50, "max_tokens_per_batch": 100}
@@ -298,12 +309,7 @@ def test_ctrl_c_keeps_the_committed_parts_and_the_next_start_goes_on(tmp_path: P
     process = subprocess.Popen(
         [*COMMAND, *map(str, [folder, tmp_path / "out.parquet", *options])], stderr=-1, text=True
     )
-    lines = tmp_path / "out.parquet.partial" / "parts.jsonl"
-    deadline = time.monotonic() + 60
-    while not (lines.exists() and lines.read_text().count("\n") >= 3):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.01)
+    lines = wait_for_parts(process, tmp_path / "out.parquet", 3)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130

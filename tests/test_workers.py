@@ -23,7 +23,7 @@ import torch
 from conftest import make_rule
 from fakes import random_image
 from odd_children import echoed, opened
-from test_end_to_end import COMMAND, many_pictures, run
+from test_end_to_end import COMMAND, many_pictures, run, wait_for_parts
 
 import vlmembed.worker
 import vlmembed.workers
@@ -129,11 +129,7 @@ def test_workers_end_with_the_run(number: signal.Signals, tmp_path: Path, tiny_m
         text=True,
         start_new_session=True,
     )
-    lines, deadline = tmp_path / "out.parquet.partial" / "parts.jsonl", time.monotonic() + 120
-    while not (lines.exists() and lines.read_text()):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.02)
+    wait_for_parts(process, tmp_path / "out.parquet", 1)
     children = psutil.Process(process.pid).children()
     assert len(children) == 2
     if number == signal.SIGINT:

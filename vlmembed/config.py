@@ -148,8 +148,8 @@ class EncodeConfig:
         if not 0 <= self.max_error_rate <= 1:
             msg = f"max_error_rate is {self.max_error_rate}; it is a share, 0 to 1"
             raise ConfigError(msg)
-        if not 0 < self.timeout < float("inf"):
-            msg = f"timeout is {self.timeout}; it is a number of seconds, more than 0"
+        if not (isinstance(self.timeout, (int, float)) and 0 < self.timeout < float("inf")):
+            msg = f"timeout is {self.timeout!r}; it is a number of seconds, more than 0"
             raise ConfigError(msg)
         if self.retry_failed and self.overwrite:
             msg = "retry_failed keeps what is embedded, and overwrite starts anew: leave one out"

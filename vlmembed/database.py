@@ -68,6 +68,16 @@ def remedy_for(error: BaseException) -> str:
     return _REMEDIES.get(_code(error), "name another folder, on a sound local disk")
 
 
+def open_scratch(path: Path, table: str) -> sqlite3.Connection:
+    """A new database at `path` with one table, for one thread at a time. It is made again whenever it is needed, so
+    nothing is synchronised to disk."""
+    path.unlink(missing_ok=True)
+    database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+    for statement in ("PRAGMA journal_mode = OFF", "PRAGMA synchronous = OFF", table, "BEGIN"):
+        database.execute(statement)
+    return database
+
+
 class SharedDatabase:
     """The file at `path`, made where it is not there, with one connection to read and one to write.
 

@@ -3,21 +3,24 @@ hang and are replaced. Both bound the time that one picture may take."""
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
-from vlmembed.parallel import DeadlinePool
+from vlmembed.parallel import DeadlinePool, ordered_map
 from vlmembed.patcher import too_late
+from vlmembed.types import EncodedImage, UniqueImage
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
     from concurrent.futures import Future
-    from typing import Self, TypeAlias
+    from typing import Self
 
     from vlmembed.patcher import Patch, Patched
     from vlmembed.suspects import SuspectRows
-    from vlmembed.types import EncodedImage, UniqueImage
 
-    Image: TypeAlias = EncodedImage | UniqueImage
+Image: TypeAlias = EncodedImage | UniqueImage
+T = TypeVar("T", EncodedImage, UniqueImage)
 
 
 class DecodePool(Protocol):
@@ -46,6 +49,24 @@ class DecodePool(Protocol):
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *_: object) -> None: ...
+
+
+def decode_in_order(
+    decoders: DecodePool, images: Iterable[T], *, max_items: int, max_bytes: int
+) -> Iterator[tuple[T, Patched]]:
+    """Each image with what the decoders make of it, in order; at most so many images and bytes are under way."""
+    waiting: deque[T] = deque()
+
+    def submit(image: T) -> Future[Patched]:
+        waiting.append(image)
+        return decoders.submit(image)
+
+    for patched in ordered_map(submit, images, max_items=max_items, max_bytes=max_bytes, num_bytes=_num_bytes):
+        yield waiting.popleft(), patched
+
+
+def _num_bytes(image: Image) -> int:
+    return len(image.content) if isinstance(image.content, bytes) else 0
 
 
 class ThreadDecoders:

@@ -6,9 +6,9 @@ The hash is SHA-256, whole: 256 bits, never cut. The index lives on disk, so mem
 from __future__ import annotations
 
 import hashlib
-import sqlite3
 from typing import TYPE_CHECKING
 
+from vlmembed.database import open_scratch
 from vlmembed.errors import ImageError
 from vlmembed.parts import storing
 from vlmembed.types import Failure, ImageRef, UniqueImage
@@ -24,19 +24,16 @@ if TYPE_CHECKING:
 class HashIndex:
     """On-disk map from a content hash to the first row that showed it.
 
-    It is a scratch file: a resumed run builds it again from the committed parts, so nothing is synchronised to disk.
+    It is a scratch file: a resumed run builds it again from the committed parts.
     Used by one thread at a time.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         with storing(path):
-            path.unlink(missing_ok=True)
-            self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-            self._database.execute("PRAGMA journal_mode = OFF")
-            self._database.execute("PRAGMA synchronous = OFF")
-            self._database.execute("CREATE TABLE seen (hash BLOB PRIMARY KEY, first_row INTEGER) WITHOUT ROWID")
-            self._database.execute("BEGIN")
+            self._database = open_scratch(
+                path, "CREATE TABLE seen (hash BLOB PRIMARY KEY, first_row INTEGER) WITHOUT ROWID"
+            )
 
     def first_row(self, content_hash: bytes, row: int) -> int:
         """The first row with this hash; `row` itself, which is then remembered, where there was none.

@@ -40,7 +40,6 @@ class Known:
 
         Raises:
             InputError: an earlier output cannot be read, or was made by another encoder.
-            ConfigError: it is found by other hashes.
             OutputError: the cache's folder cannot be written.
         """
         self._stack = ExitStack()
@@ -50,7 +49,6 @@ class Known:
         with ExitStack() as opened:
             if config.reuse:
                 paths = [Path(name) for name in config.reuse]
-                _check_hashes(paths, config.dedup)
                 earlier = EarlierOutputs(paths, fingerprint=encoder, vectors=vectors, index=folder / INDEX)
                 self._earlier.append(opened.enter_context(earlier))
             if config.cache is not None:
@@ -83,13 +81,15 @@ class Known:
         self.close()
 
 
-def _check_hashes(paths: Sequence[Path], dedup: str) -> None:
-    """Outputs of a run with ``--dedup pixels`` hold hashes of pixels, others of files.
+def check_reuse(config: EncodeConfig) -> None:
+    """What can be said of the earlier outputs before a model is loaded. Outputs of a run with ``--dedup pixels`` hold
+    hashes of pixels, others of files.
 
     Raises:
-        ConfigError: one would never be found in the other.
+        InputError: one cannot be read. ConfigError: nothing would ever be found in it.
     """
-    for path in paths:
+    dedup = config.dedup
+    for path in map(Path, config.reuse):
         theirs = FinishedOutput.open(path).provenance.get("fingerprint", {}).get("dedup")
         if (theirs == "pixels") != (dedup == "pixels"):
             msg = f"--reuse {path} was made with --dedup {theirs}, whose hashes are others than --dedup {dedup}'s"

@@ -11,16 +11,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from contextlib import contextmanager
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from vlmembed.config import STALL_TIMEOUTS
+from vlmembed.decoders import decode_in_order
 from vlmembed.dedup import dedup, ref_of
 from vlmembed.errors import StoppedError
 from vlmembed.packer import PackingStats, pack
-from vlmembed.parallel import Channel, ordered_map
+from vlmembed.parallel import Channel
 from vlmembed.types import (
     Embedded,
     EmbeddingBatch,
@@ -35,7 +35,6 @@ from vlmembed.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from concurrent.futures import Future
 
     from vlmembed.config import EncodeConfig
     from vlmembed.decoders import DecodePool
@@ -278,20 +277,8 @@ class Pipeline:
 
     def _decoded(self, images: Iterable[Image]) -> Iterator[tuple[Image, Patched]]:
         """Each image with what the decoders make of it, in order, within their bounds."""
-        waiting: deque[Image] = deque()
-
-        def submit(image: Image) -> Future[Patched]:
-            waiting.append(image)
-            return self._decoders.submit(image)
-
-        for patched in ordered_map(
-            submit,
-            images,
-            max_items=4 * self._num_workers,
-            max_bytes=MAX_DECODE_BYTES,
-            num_bytes=lambda image: len(image.content) if isinstance(image.content, bytes) else 0,
-        ):
-            image = waiting.popleft()
+        results = decode_in_order(self._decoders, images, max_items=4 * self._num_workers, max_bytes=MAX_DECODE_BYTES)
+        for image, patched in results:
             self._watchdog.moved()
             self.clock.add("decode", patched.seconds)
             if patched.exif_problem:

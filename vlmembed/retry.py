@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from vlmembed.types import EncodedImage, Int64Array
 
 
+MAX_ROW = 2**63 - 1
+
+
 class FailedRows:
     """The rows of a source that failed, as a source.
 
@@ -153,7 +156,8 @@ class Retry:
         Raises:
             StorageError: a file cannot be written. AccountingError: rows would be lost.
         """
-        facts = self._facts(store, again, earlier)
+        new = _Recovered(store, self.source.rows, earlier)
+        facts = self._facts(new, again)
         errors = (
             table.set_column(1, ERRORS_SCHEMA.field("row"), pa.array(self.source.rows[table["row"].to_numpy()]))
             for table in read_groups([store.folder / each.errors_name for each in store.records], ERRORS_SCHEMA)
@@ -161,67 +165,48 @@ class Retry:
         with storing(self._paths.partial / READY_ERRORS):
             write_errors(self._paths, errors, facts, facts["counts"]["failed"])
         if self._paths.is_folder:
-            self._finish_folder(store, facts, earlier)
+            self._finish_folder(new, facts)
         else:
-            self._finish_file(store, facts, earlier)
+            self._finish_file(new, facts)
         return facts
 
-    def _facts(self, store: PartStore, again: Mapping[str, Any], earlier: EarlierOutputs | None) -> dict[str, Any]:
-        num_new = sum(record.num_rows - record.num_failed for record in store.records)
-        num_duplicates = sum(len(table) - table["duplicate_of"].null_count for _, table in self._new(store, earlier))
+    def _facts(self, new: _Recovered, again: Mapping[str, Any]) -> dict[str, Any]:
+        num_new, num_duplicates = new.count()
         before = self.facts["counts"]
         counts = before | {
             "embedded": before["embedded"] + num_new - num_duplicates,
             "duplicates": before["duplicates"] + num_duplicates,
             "failed": before["failed"] - num_new,
-            "codes": dict(store.codes()),
+            "codes": dict(new.store.codes()),
         }
         fingerprint = self.facts["fingerprint"] | {"source_sha256": self._whole.digest}
         retried = [*self.facts.get("retried", []), {name: again[name] for name in ("backend", "versions")}]
         return {**self.facts, "counts": counts, "fingerprint": fingerprint, "retried": retried}
 
-    def _new(
-        self, store: PartStore, earlier: EarlierOutputs | None, start: int = 0, stop: int | None = None
-    ) -> Iterator[Numbered]:
-        """The rows that are embedded now, of input rows `start` to `stop`."""
-        for number, record in enumerate(store.records):
-            rows, position = self.source.rows[store.rows_of(number)[0]], 0
-            if not len(rows) or rows[-1] < start or (stop is not None and rows[0] >= stop):
-                continue
-            for table in read_groups([store.folder / record.file_name], store.schema):
-                own = rows[position : position + len(table)]
-                position += len(table)
-                first, last = np.searchsorted(own, [start, own[-1] + 1 if stop is None else stop]).tolist()
-                part = table.slice(first, last - first)
-                yield own[first:last], part if earlier is None else _as_duplicates(part, earlier)
-
-    def _finish_file(self, store: PartStore, facts: dict[str, Any], earlier: EarlierOutputs | None) -> None:
-        paths, num_rows = self._paths, facts["counts"]["embedded"] + facts["counts"]["duplicates"]
+    def _finish_file(self, new: _Recovered, facts: dict[str, Any]) -> None:
+        paths, store = self._paths, new.store
+        num_rows = facts["counts"]["embedded"] + facts["counts"]["duplicates"]
         old = _number(read_groups(self._output.files, store.schema), self.source.rows)
         with storing(paths.partial / READY):
             schema = with_provenance(store.schema, facts)
-            merged = merge_rows(old, self._new(store, earlier))
-            concatenate(paths.partial / READY, schema, merged, num_rows, store.vectors)
+            concatenate(paths.partial / READY, schema, merge_rows(old, new.tables()), num_rows, store.vectors)
         with storing(paths.output):
             publish(paths, {READY_ERRORS: paths.errors.name, READY: paths.output.name}, [])
 
-    def _finish_folder(self, store: PartStore, facts: dict[str, Any], earlier: EarlierOutputs | None) -> None:
+    def _finish_folder(self, new: _Recovered, facts: dict[str, Any]) -> None:
         """Write the parts anew that get a row; the others stay as they are."""
         records, ready = [], {}
         for before in (PartRecord(**each) for each in facts.pop("parts")):
-            record = self._rewrite(before, store, earlier)
+            record = self._rewrite(before, new)
             if record is not before:
                 ready[READY_PREFIX + record.file_name] = record.file_name
             records.append(record)
         publish_folder(self._paths, records, facts, ready)
 
-    def _rewrite(self, record: PartRecord, store: PartStore, earlier: EarlierOutputs | None) -> PartRecord:
+    def _rewrite(self, record: PartRecord, new: _Recovered) -> PartRecord:
         """A part of the output with its new rows, ready to be published; itself where it has none."""
-        stop = record.first_row + record.num_rows
-        num_new = num_duplicates = 0
-        for _, table in self._new(store, earlier, record.first_row, stop):
-            num_new += len(table)
-            num_duplicates += len(table) - table["duplicate_of"].null_count
+        store, stop = new.store, record.first_row + record.num_rows
+        num_new, num_duplicates = new.count(record.first_row, stop)
         if not num_new:
             return record
         failed = self.source.rows[np.searchsorted(self.source.rows, record.first_row) :] - record.first_row
@@ -231,7 +216,7 @@ class Retry:
         )
         target = self._paths.partial / (READY_PREFIX + record.file_name)
         with storing(target):
-            merged = merge_rows(old, self._new(store, earlier, record.first_row, stop))
+            merged = merge_rows(old, new.tables(record.first_row, stop))
             num_rows = record.num_embedded + record.num_duplicates + num_new
             concatenate(target, store.schema, merged, num_rows, store.vectors)
         return replace(
@@ -241,6 +226,47 @@ class Retry:
             num_failed=record.num_failed - num_new,
             sha256=file_sha256(target),
         )
+
+
+class _Recovered:
+    """The rows that failed and are embedded now, in the parts of `store`; `failed` are all that were tried again.
+
+    Rows whose content `earlier` has point at the row that has it.
+    """
+
+    def __init__(self, store: PartStore, failed: Int64Array, earlier: EarlierOutputs | None) -> None:
+        self.store = store
+        self._earlier = earlier
+        self._rows = [failed[store.rows_of(number)[0]] for number in range(len(store.records))]
+        self._bounds = np.cumsum([0, *map(len, self._rows)])
+        self._all = np.concatenate([np.empty(0, np.int64), *self._rows])
+
+    def tables(self, start: int = 0, stop: int = MAX_ROW, schema: pa.Schema | None = None) -> Iterator[Numbered]:
+        """Those of the input rows `start` to `stop`, with the columns of `schema` or all."""
+        first, last = np.searchsorted(self._all, [start, stop])
+        parts = range(len(self._rows)) if first < last else ()
+        for number in parts:
+            low, high = max(first, self._bounds[number]), min(last, self._bounds[number + 1])
+            if low < high:
+                yield from self._tables_of(
+                    number, slice(low - self._bounds[number], high - self._bounds[number]), schema
+                )
+
+    def _tables_of(self, number: int, wanted: slice, schema: pa.Schema | None) -> Iterator[Numbered]:
+        rows, position = self._rows[number], 0
+        path = self.store.folder / self.store.records[number].file_name
+        for table in read_groups([path], schema or self.store.schema):
+            low, high = max(wanted.start, position), min(wanted.stop, position + len(table))
+            if low < high:
+                part = table.slice(low - position, high - low)
+                yield rows[low:high], part if self._earlier is None else _as_duplicates(part, self._earlier)
+            position += len(table)
+
+    def count(self, start: int = 0, stop: int = MAX_ROW) -> tuple[int, int]:
+        """How many there are of the input rows `start` to `stop`, and how many of them are duplicates."""
+        fields = pa.schema([self.store.schema.field(name) for name in ("content_hash", "duplicate_of")])
+        points = [table["duplicate_of"] for _, table in self.tables(start, stop, fields)]
+        return sum(map(len, points)), sum(len(column) - column.null_count for column in points)
 
 
 def _number(tables: Iterable[pa.Table], failed: Int64Array) -> Iterator[Numbered]:

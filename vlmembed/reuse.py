@@ -8,7 +8,6 @@ over, where they are more than `FOUND_BYTES`.
 from __future__ import annotations
 
 import logging
-import sqlite3
 from collections import OrderedDict
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from vlmembed.database import open_scratch
 from vlmembed.errors import InputError
 from vlmembed.finished import FinishedOutput
 from vlmembed.parts import FOUND_BYTES, storing
@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 _INDEX_ROWS = 2**16
 """Rows whose hashes are read at a time."""
 
+_TABLE = "CREATE TABLE places (hash BLOB PRIMARY KEY, file INT, row_group INT, place INT) WITHOUT ROWID"
 _SIZES = ("height", "width", "grid_h", "grid_w")
 _DAMAGE = (OSError, pa.ArrowException, ValueError, IndexError)
 
@@ -73,21 +74,12 @@ class EarlierOutputs:
         self._warned: set[int] = set()  # files
         self.num_found = 0
         with ExitStack() as stack, storing(index):
-            index.unlink(missing_ok=True)
             stack.callback(index.unlink, missing_ok=True)
-            database = sqlite3.connect(index, check_same_thread=False, isolation_level=None)
-            self._database = stack.enter_context(closing(database))
+            self._database = stack.enter_context(closing(open_scratch(index, _TABLE)))
             self._build()
             self._exit = stack.pop_all()
 
     def _build(self) -> None:
-        for statement in (
-            "PRAGMA journal_mode = OFF",
-            "PRAGMA synchronous = OFF",
-            "CREATE TABLE places (hash BLOB PRIMARY KEY, file INT, row_group INT, place INT) WITHOUT ROWID",
-            "BEGIN",
-        ):
-            self._database.execute(statement)
         for number in range(len(self._files)):
             self._database.executemany("INSERT OR IGNORE INTO places VALUES (?, ?, ?, ?)", self._places(number))
         self._database.execute("COMMIT")

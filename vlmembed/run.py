@@ -14,7 +14,7 @@ from vlmembed.decode_processes import ProcessDecoders
 from vlmembed.decoders import ThreadDecoders
 from vlmembed.dedup import HashIndex
 from vlmembed.errors import NothingEmbeddedError, OutputError, RowFailedError
-from vlmembed.known import Known
+from vlmembed.known import Known, check_reuse
 from vlmembed.output import (
     PUBLICATION,
     OutputPaths,
@@ -62,6 +62,7 @@ def encode(config: EncodeConfig, *, progress: bool = False, hung: Callable[[], N
     began = time.perf_counter()
     paths = OutputPaths.of(config.output)
     paths.check_writable()
+    check_reuse(config)
     _finish_earlier_publication(paths)
     with ExitStack() as stack:
         source = stack.enter_context(closing(open_source(config, paths.all())))

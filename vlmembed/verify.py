@@ -11,13 +11,11 @@ import numpy as np
 
 from vlmembed.config import EncodeConfig
 from vlmembed.decode import own_pillow_settings
-from vlmembed.decoders import ThreadDecoders
-from vlmembed.devices import kind_of
+from vlmembed.decoders import ThreadDecoders, decode_in_order
 from vlmembed.errors import ConfigError, InputError
 from vlmembed.finished import FinishedOutput, input_rows
 from vlmembed.output import OutputPaths
 from vlmembed.packer import PackingStats, pack
-from vlmembed.parallel import ordered_map
 from vlmembed.patcher import Patcher
 from vlmembed.plan import Earlier, make_plan
 from vlmembed.provenance import difference, encoder_fingerprint
@@ -37,6 +35,10 @@ if TYPE_CHECKING:
 
 CHUNK_ROWS = 1024
 """Rows that are compared at a time."""
+
+MAX_ITEMS = 8
+MAX_DECODE_BYTES = 64 * 2**20
+"""Images, and their encoded bytes, that are in decoding at a time."""
 
 TOLERANCES = {"fp32": 2e-3, "bf16": 5e-2, "fp16": 5e-2}
 """Largest deviation, |now - stored| / |stored|, by dtype of the layers: what other packs, another processor or half
@@ -93,7 +95,7 @@ def verify(
     """
     output = FinishedOutput.open(path)
     facts = output.provenance
-    config = _as_recorded(facts["recipe"], facts["backend"]["device"], inputs, device)
+    config = _as_recorded(facts["recipe"], inputs, device)
     found = Verification(path=path, num_rows=output.num_rows, tolerance=tolerance or TOLERANCES[config.dtype])
     if (num_rows is not None and num_rows < 1) or found.tolerance < 0:
         msg = f"rows is {num_rows} and tolerance {tolerance}; the one must be 1 or more, the other more than 0"
@@ -127,15 +129,14 @@ def verify(
     return found
 
 
-def _as_recorded(recipe: str, made_on: str, inputs: Sequence[str], device: str) -> EncodeConfig:
+def _as_recorded(recipe: str, inputs: Sequence[str], device: str) -> EncodeConfig:
     """The config that made an output, for this machine."""
     config = EncodeConfig.from_toml(recipe)
-    same_kind = device == "auto" or kind_of(device) == kind_of(made_on)
     return replace(
         config,
         inputs=tuple(inputs) or config.inputs,
         device=device,
-        attention=config.attention if same_kind and kind_of(made_on) == "cpu" else "auto",
+        attention="auto",
         compile="off",
         cuda_graphs="off",
         cache=None,
@@ -221,22 +222,7 @@ def _read_again(
     images: Iterator[EncodedImage], decoders: DecodePool, *, pixels: bool
 ) -> Iterator[tuple[EncodedImage, bytes | None, PatchedImage | Failure]]:
     """Each image with its content hash and what can be made of it."""
-    waiting: list[EncodedImage] = []
-
-    def kept() -> Iterator[EncodedImage]:
-        for image in images:
-            waiting.append(image)
-            yield image
-
-    results = ordered_map(
-        decoders.submit,
-        kept(),
-        max_items=8,
-        max_bytes=2**26,
-        num_bytes=lambda image: len(image.content) if isinstance(image.content, bytes) else 0,
-    )
-    for patched in results:
-        image = waiting.pop(0)
+    for image, patched in decode_in_order(decoders, images, max_items=MAX_ITEMS, max_bytes=MAX_DECODE_BYTES):
         content_hash = patched.pixel_hash
         if not pixels and isinstance(image.content, bytes):
             content_hash = hashlib.sha256(image.content).digest()
