@@ -47,20 +47,20 @@ class FuzzReport:
     crashes: list[Crash] = field(default_factory=list)
 
 
-def fuzz(target: str, seconds: float, seed: int) -> FuzzReport:
+def fuzz(target: str, seconds: float, seed: int, example_seconds: int = EXAMPLE_SECONDS) -> FuzzReport:
     """Fuzz a module of this folder for so long; the same seed makes the same examples, as far as the time lets them."""
     report = FuzzReport()
     deadline = time.monotonic() + seconds
     environment = {**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system", "MALLOC_ARENA_MAX": "2", "OMP_NUM_THREADS": "1"}
     while (left := deadline - time.monotonic()) > 0:
         with tempfile.TemporaryDirectory() as folder:
-            arguments = [target, str(seed), str(min(left, CHILD_SECONDS)), folder]
+            arguments = [target, str(seed), str(min(left, CHILD_SECONDS)), str(example_seconds), folder]
             child = subprocess.run(
                 [sys.executable, __file__, *arguments],
                 env=environment,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                timeout=CHILD_SECONDS + 10 * EXAMPLE_SECONDS,
+                timeout=CHILD_SECONDS + 10 * example_seconds,
                 check=False,
             )
             done = Path(folder) / "count"
@@ -75,7 +75,7 @@ def fuzz(target: str, seconds: float, seed: int) -> FuzzReport:
     return report
 
 
-def _child(target: str, seed: int, seconds: float, folder: Path) -> None:
+def _child(target: str, seed: int, seconds: float, example_seconds: int, folder: Path) -> None:
     """Try examples until the time is over. What is tried lies in the folder, for whoever finds this process dead."""
     import hypothesis  # noqa: PLC0415  of the child alone
 
@@ -89,7 +89,7 @@ def _child(target: str, seed: int, seconds: float, folder: Path) -> None:
     def one(data: bytes) -> None:
         nonlocal count
         (folder / "example").write_bytes(data)
-        signal.alarm(EXAMPLE_SECONDS)  # its default action ends the process, whatever that is stuck in
+        signal.alarm(example_seconds)  # its default action ends the process, whatever that is stuck in
         module.check(data)
         signal.alarm(0)
         count += 1
@@ -111,7 +111,7 @@ def _child(target: str, seed: int, seconds: float, folder: Path) -> None:
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
     try:
-        _child(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), Path(sys.argv[4]))
+        _child(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5]))
     except BaseException:  # noqa: BLE001  a finding, whatever it is
         traceback.print_exc()
         sys.exit(1)

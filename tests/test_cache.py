@@ -637,3 +637,27 @@ def test_it_can_be_closed_twice_and_is_silent_then(tmp_path: Path) -> None:
     cache.close()
     cache.put(images([2]))
     assert cache.find(hash_of(1), 0) is None
+
+
+def test_a_file_that_may_not_be_written_is_not_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open_cache(tmp_path) as cache:
+        cache.put(images(range(3)))
+    before = (tmp_path / FILE_NAME).read_bytes()
+
+    def refuse(_: database.SharedDatabase) -> None:
+        error = sqlite3.OperationalError("attempt to write a readonly database")
+        error.sqlite_errorcode = sqlite3.SQLITE_READONLY
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(database.SharedDatabase, "_connect", refuse)
+        patch.setattr("os.access", lambda *_: False)
+        with open_cache(tmp_path) as cache:
+            assert found_in(cache, range(3)) == set()
+            cache.put(images([7]))
+    assert "make it writable" in caplog.text
+    assert (tmp_path / FILE_NAME).read_bytes() == before
+    with open_cache(tmp_path) as cache:
+        assert found_in(cache, range(3)) == {0, 1, 2}

@@ -496,6 +496,9 @@ def test_a_run_in_which_nothing_is_embedded_leaves_no_older_output(tmp_path: Pat
             run(tmp_path / "in", tmp_path / "out.parquet", model=model, overwrite=overwrite)
         assert not (tmp_path / "out.parquet").exists()
         assert pq.read_table(tmp_path / "out.errors.parquet").num_rows == 8
+    for _ in range(2):  # nor is a folder of nothing but failures a finished output
+        with pytest.raises(NothingEmbeddedError, match="8 empty"):
+            run(tmp_path / "in", f"{tmp_path}/folder/", model=model)
     (tmp_path / "other.errors.parquet").write_text("somebody's")
     with pytest.raises(OutputError, match=r"other.errors.parquet exists and is no output of vlmembed"):
         run(tmp_path / "in", tmp_path / "other.parquet", model=model)
@@ -665,6 +668,14 @@ def test_a_kill_in_the_middle_of_clean_up(tmp_path: Path, tiny_model: Path, monk
         report = run(folder, out, **settings, overwrite=overwrite)
         assert report.already_complete is not overwrite
         assert not (tmp_path / "out.parquet.partial").exists()
+
+
+def test_a_damaged_publication_says_what_to_do(tmp_path: Path, tiny_model: Path) -> None:
+    partial = tmp_path / "out.parquet.partial"
+    partial.mkdir()
+    (partial / "publication.json").write_text("{")
+    with pytest.raises(OutputError, match=r"publication.json is damaged .*: delete it"):
+        run(SAMPLES / "drawings", tmp_path / "out.parquet", model=str(tiny_model))
 
 
 def test_a_damaged_manifest_goes_with_overwrite(tmp_path: Path, tiny_model: Path) -> None:

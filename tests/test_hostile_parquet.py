@@ -247,11 +247,12 @@ def test_more_than_2_gb_in_a_row_group(is_struct: bool, tmp_path: Path) -> None:
     path = tmp_path / "t.parquet"
     field = pa.struct([("bytes", pa.large_binary())]) if is_struct else pa.large_binary()
     content = os.urandom(2**23)
-    values = [content[number:] + content[:number] for number in range(280)]
-    column = pa.array(values, pa.large_binary())
-    column = pa.StructArray.from_arrays([column], ["bytes"]) if is_struct else column
-    pq.write_table(pa.table({"image": column}, schema=pa.schema([("image", field)])), path, compression="none")
-    del values, column
+    schema = pa.schema([("image", field)])
+    with pq.ParquetWriter(path, schema, compression="none", use_dictionary=False) as writer:
+        for number in range(280):  # batch by batch into one row group
+            values = pa.array([content[number:] + content[:number]], pa.large_binary())
+            column = pa.StructArray.from_arrays([values], ["bytes"]) if is_struct else values
+            writer.write_batch(pa.record_batch([column], schema=schema), row_group_size=1000)
     assert pq.read_metadata(path).row_group(0).total_byte_size > 2**31
     rows, smallest, largest, grown = measured(path)
     path.unlink()

@@ -151,6 +151,29 @@ def test_a_retry_that_cannot_be(tmp_path: Path, tiny_model: Path) -> None:
         run(folder, output, **settings, retry_failed=True)
 
 
+def test_a_damaged_output_is_named_and_not_replaced(tmp_path: Path, tiny_model: Path) -> None:
+    folder, output = many_pictures(tmp_path / "in", 40), tmp_path / "out.parquet"
+    run(folder, output, **settings_of(tiny_model))
+    content = bytearray(output.read_bytes())
+    start = pq.read_metadata(output).row_group(0).column(1).data_page_offset
+    content[start + 60 : start + 90] = bytes(30)
+    output.write_bytes(content)
+    repair(folder, ["0025.png"])
+    with pytest.raises(InputError, match=r"out.parquet is damaged, or gone"):
+        run(folder, output, **settings_of(tiny_model), retry_failed=True)
+    assert output.read_bytes() == content
+
+
+def test_a_part_that_gets_a_row_keeps_what_its_run_recorded(tmp_path: Path, tiny_model: Path) -> None:
+    folder, output = many_pictures(tmp_path / "in", 60), f"{tmp_path}/out/"
+    run(folder, output, **settings_of(tiny_model))
+    before = [pq.read_schema(path) for path in sorted(Path(output).glob("part-*.parquet"))]
+    repair(folder, ["0025.png"])
+    run(folder, output, **settings_of(tiny_model), retry_failed=True)
+    after = [pq.read_schema(path) for path in sorted(Path(output).glob("part-*.parquet"))]
+    assert [schema.metadata for schema in after] == [schema.metadata for schema in before]
+
+
 def test_input_rows_are_those_that_did_not_fail() -> None:
     generator = np.random.default_rng(0)
     for _ in range(50):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +20,7 @@ from vlmembed.errors import ConfigError, FailureCode, ImageError, InputError
 from vlmembed.sources import open_source
 from vlmembed.sources.columns import find_image_column
 from vlmembed.sources.folder import escape_name
+from vlmembed.sources.readahead import read_content
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -106,6 +109,160 @@ def test_a_file_that_goes_away_or_turns_into_a_pipe(tmp_path: Path) -> None:
     contents = [image.content for image in rows_of(source)]
     assert [each.code for each in contents[:2] if isinstance(each, ImageError)] == ["missing", "unreadable"]
     assert contents[2] == PNG
+
+
+def rewrite(path: Path, content: bytes) -> None:
+    """Another file of the same name."""
+    path.unlink()
+    path.write_bytes(content)
+
+
+def test_files_that_change_or_go_after_they_were_listed(tmp_path: Path) -> None:
+    write(tmp_path, "cut.png", "folder.png", "gone.png", "grown.png", "link.png", "loop.png", "shut.png", "sound.png")
+    source = opened(tmp_path)
+    (tmp_path / "gone.png").unlink()
+    rewrite(tmp_path / "cut.png", PNG[:9])
+    rewrite(tmp_path / "grown.png", PNG + bytes(3 * 2**20))
+    (tmp_path / "folder.png").unlink()
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "link.png").unlink()
+    (tmp_path / "link.png").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "loop.png").unlink()
+    (tmp_path / "loop.png").symlink_to(tmp_path / "loop.png")
+    (tmp_path / "shut.png").chmod(0)
+    rows = {image.key: image.content for image in rows_of(source)}
+    codes = {key: content.code for key, content in rows.items() if isinstance(content, ImageError)}
+    shut = {} if os.access(tmp_path / "shut.png", os.R_OK) else {"shut.png": "unreadable"}
+    gone = {"gone.png": "missing", "link.png": "missing"}
+    assert codes == {**gone, "folder.png": "unreadable", "loop.png": "unreadable", **shut}
+    assert rows["cut.png"] == PNG[:9]
+    assert rows["grown.png"] == PNG + bytes(3 * 2**20)
+
+
+def test_a_file_that_hangs_costs_its_own_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, *(f"{number:02}.png" for number in range(40)))
+    pq.write_table(table(image=[f"{number:02}.png" for number in range(40)]), tmp_path / "t.parquet")
+    release = threading.Event()
+
+    def read(path: str, max_bytes: int) -> bytes | ImageError:
+        if path.endswith(("03.png", "20.png", "39.png")):
+            release.wait(60)
+        return read_content(path, max_bytes)
+
+    monkeypatch.setattr("vlmembed.sources.readahead.read_content", read)
+    for given in (tmp_path, tmp_path / "t.parquet"):
+        rows = rows_of(opened(given, timeout=0.2))
+        late = {image.row: image.content for image in rows if isinstance(image.content, ImageError)}
+        assert list(late) == [3, 20, 39]
+        assert {content.code for content in late.values()} == {"timeout"}
+        assert str(late[3]).startswith("reading took longer than 0.2 seconds: look after the disk or network")
+        assert str(late[3]).endswith("or give --timeout more")
+        assert all(image.content == PNG for image in rows if image.row not in late)
+    release.set()
+
+
+def test_large_files_are_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(12):
+        write(tmp_path, f"{number:02}.png", content=PNG)
+        os.truncate(tmp_path / f"{number:02}.png", (40 if number != 5 else 1) * 2**20)
+    held: list[str] = []
+    most = 0
+
+    def read(path: str, max_bytes: int) -> bytes | ImageError:
+        nonlocal most
+        held.append(path)
+        most = max(most, sum(os.stat(path).st_size for path in held))  # noqa: PTH116  as the product has it
+        return read_content(path, max_bytes)[:10]  # type: ignore[index]  # they are all there
+
+    monkeypatch.setattr("vlmembed.sources.readahead.read_content", read)
+    for image in opened(tmp_path).read(0):
+        held.remove(str(tmp_path / image.key))
+        assert image.content == PNG[:10]
+    assert 80 * 2**20 <= most <= 128 * 2**20
+
+
+def test_a_file_beyond_any_picture_is_not_read(tmp_path: Path) -> None:
+    write(tmp_path, "a.png", "b.png")
+    os.truncate(tmp_path / "a.png", 2**40)  # without a byte on the disk
+    first, second = rows_of(opened(tmp_path, max_source_pixels=1000))
+    assert isinstance(first.content, ImageError)
+    assert first.content.code is FailureCode.TOO_LARGE
+    assert "1099511627776 bytes, and a picture within --max-source-pixels 268443456 at most" in str(first.content)
+    assert second.content == PNG
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs Linux's /proc")  # noqa: PTH110  a decorator
+def test_files_of_no_size_and_special_files(tmp_path: Path) -> None:
+    write(tmp_path, "a.png", "dir.png/b.png")
+    for name, target in (("status.png", "/proc/self/status"), ("zero.png", "/dev/zero"), ("kcore.png", "/proc/kcore")):
+        (tmp_path / name).symlink_to(target)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket.png"))
+        source = opened(tmp_path, max_source_pixels=1000)
+        rows = {image.key: image.content for image in rows_of(source)}
+        assert set(rows) == {"a.png", "dir.png/b.png", "kcore.png", "status.png"}
+        assert source.skipped == {"special file": 2}
+        assert isinstance(rows["kcore.png"], ImageError)
+        assert rows["kcore.png"].code in {"too_large", "unreadable", "missing"}
+        assert b"Threads:" in rows["status.png"]  # type: ignore[operator]  # it is bytes
+        for name in ("/dev/zero", "socket.png"):
+            (image,) = rows_of(opened(tmp_path / name))
+            assert isinstance(image.content, ImageError)
+            assert image.content.code is FailureCode.UNREADABLE
+
+
+def test_rows_by_number(tmp_path: Path) -> None:
+    for number in range(30):
+        write(tmp_path, f"pictures/{number:02}.png", content=PNG + bytes([number]))
+    for name in ("a", "b"):
+        images = [{"bytes": PNG if row % 2 else None, "path": f"pictures/{row:02}.png"} for row in range(10)]
+        pq.write_table(table(image=images), tmp_path / f"{name}.parquet", row_group_size=3)
+    mixed = opened(tmp_path / "a.parquet", tmp_path / "pictures", tmp_path / "b.parquet")
+    every = rows_of(mixed)
+    assert len(every) == 50
+    for wanted in ([], [0], [49], [9, 10, 39, 40], list(range(0, 50, 7)), range(3, 45), range(50)):
+        chosen = list(mixed.read_rows(wanted))
+        assert [(image.row, image.key, image.content) for image in chosen] == [
+            (every[row].row, every[row].key, every[row].content) for row in wanted
+        ]
+
+
+def test_rows_that_are_not_wanted_are_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, *(f"{number:03}.png" for number in range(100)))
+    source = opened(tmp_path)
+    seen: list[str] = []
+
+    def read(path: str, max_bytes: int) -> bytes | ImageError:
+        seen.append(path[-7:])
+        return read_content(path, max_bytes)
+
+    monkeypatch.setattr("vlmembed.sources.readahead.read_content", read)
+    assert [image.key for image in source.read_rows([7, 50])] == ["007.png", "050.png"]
+    assert sorted(seen) == ["007.png", "050.png"]
+
+
+def test_the_digest_of_the_ids_is_of_the_ids_alone(tmp_path: Path) -> None:
+    write(tmp_path, "one/a.png", "one/b.png")
+    write(tmp_path, "two/a.png", "two/b.png", content=JPEG)
+    assert opened(tmp_path / "one").keys_digest == opened(tmp_path / "two").keys_digest
+    assert opened(tmp_path / "one").digest != opened(tmp_path / "two").digest
+    write(tmp_path, "two/c.png")
+    assert opened(tmp_path / "one").keys_digest != opened(tmp_path / "two").keys_digest
+
+    def digest(name: str, ids: list[Any], images: list[bytes], **options: Any) -> tuple[str, str]:  # noqa: ANN401
+        pq.write_table(table(image=images, uid=ids), tmp_path / name / "t.parquet", **options)
+        path = tmp_path / name / "t.parquet"
+        return opened(path).keys_digest, opened(path, id_column="uid").keys_digest
+
+    for name in ("x", "y"):
+        (tmp_path / name).mkdir()
+    by_row, by_id = digest("x", ["1", "2"], [PNG, JPEG])
+    assert digest("y", [1, 2], [JPEG, JPEG], row_group_size=1) == (by_row, by_id)
+    assert digest("y", [2, 1], [PNG, JPEG]) == (by_row, opened(tmp_path / "y", id_column="uid").keys_digest)
+    assert digest("y", [2, 1], [PNG, JPEG])[1] != by_id
+    assert digest("y", ["1", "2", "3"], [PNG, JPEG, PNG])[0] != by_row
+    mixed = [opened(tmp_path / "one", tmp_path / name / "t.parquet").keys_digest for name in ("x", "y")]
+    assert mixed[0] != mixed[1]
 
 
 NAMES = [b"caf\xc3\xa9.png", b"caf\xe9.png", b"a\\xe9.png", b"a\xe9.png", b"new\nline.png", b"q\"uote'.png", b"%41.png"]

@@ -12,7 +12,7 @@ import pytest
 from conftest import SAMPLES
 from test_end_to_end import many_pictures, run
 
-from vlmembed.errors import InputError
+from vlmembed.errors import ConfigError, InputError
 from vlmembed.verify import deviation_of, verify
 
 if TYPE_CHECKING:
@@ -105,6 +105,44 @@ def test_what_is_no_output(finished: Path, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(InputError, match="is a folder without _SUCCESS"):
         verify(tmp_path / "folder")
+
+
+def test_a_tolerance_of_nothing_is_one(finished: Path, tmp_path: Path) -> None:
+    def nudge(table: pa.Table) -> pa.Table:
+        vectors = np.array(table["embedding"].to_pylist(), np.float32)
+        vectors[3] *= np.float32(1.0001)
+        return table.set_column(1, table.schema.field(1), pa.array(list(vectors), table.schema.field(1).type))
+
+    output = altered(finished, tmp_path / "out.parquet", nudge)
+    assert verify(output, num_rows=None).is_good
+    assert not verify(output, num_rows=None, tolerance=0.0).is_good
+    for settings in ({"tolerance": -1.0}, {"tolerance": float("nan")}, {"num_rows": 0}):
+        with pytest.raises(ConfigError, match="the other 0 or more"):
+            verify(output, **settings)
+
+
+def test_outputs_that_were_renamed_damaged_or_taken_apart(finished: Path, tmp_path: Path, tiny_model: Path) -> None:
+    def same(table: pa.Table) -> pa.Table:
+        return table
+
+    assert verify(altered(finished, tmp_path / "renamed.pq", same), num_rows=5).is_good
+    content = bytearray(finished.read_bytes())
+    start = pq.read_metadata(finished).row_group(0).column(1).data_page_offset
+    content[start + 60 : start + 90] = bytes(30)
+    (tmp_path / "out.parquet").write_bytes(content)
+    shutil.copy(finished.with_suffix(".errors.parquet"), tmp_path / "out.errors.parquet")
+    with pytest.raises(InputError, match=r"out.parquet is damaged, or gone \(.*put a sound copy in its place"):
+        verify(tmp_path / "out.parquet", num_rows=None)
+    folder = f"{tmp_path}/out/"
+    run(SAMPLES / "drawings", folder, model=str(tiny_model))
+    (tmp_path / "out" / "README.md").write_text("about these vectors")
+    assert verify(tmp_path / "out", num_rows=None).is_good
+    with pytest.raises(InputError, match="is a part of an output, not a whole one: name the folder"):
+        verify(tmp_path / "out" / "part-000000.parquet")
+    with pytest.raises(InputError, match="'nowhere' does not exist; if the pictures have moved, name them behind"):
+        verify(tmp_path / "out", inputs=["nowhere"])
+    with pytest.raises(InputError, match=r"gone.parquet cannot be read as Parquet: it does not exist; name the output"):
+        verify(tmp_path / "gone.parquet")
 
 
 def test_deviation_is_relative_to_the_stored_length() -> None:

@@ -64,3 +64,15 @@ def test_moves_keep_it_quiet(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
     with pytest.raises(ZeroDivisionError), watchdog.watching():
         _ = 1 // 0
+
+
+def test_time_in_which_the_process_stood_still_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After Ctrl-Z, or where the machine slept."""
+    ended: list[StalledError] = []
+    clock, jump = time.monotonic, 0.0
+    monkeypatch.setattr("vlmembed.watchdog.time.monotonic", lambda: clock() + jump)
+    with make(ended, [], limit=60.0).watching():
+        time.sleep(0.1)
+        jump = 10_000.0
+        time.sleep(0.2)
+    assert not ended

@@ -219,7 +219,7 @@ def test_manifests(tmp_path: Path) -> None:
 
 def test_outputs_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match=r"does not end in .parquet"):
-        OutputPaths(output=tmp_path / "out.csv")
+        OutputPaths.of(tmp_path / "out.csv")
     with pytest.raises(OutputError, match=r"in .parquet: name a file like out.parquet, or a folder like out/"):
         OutputPaths.of(tmp_path / "out")
     (tmp_path / "d.parquet").touch()

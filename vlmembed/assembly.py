@@ -40,9 +40,7 @@ def assemble(store: PartStore, paths: OutputPaths, provenance: Mapping[str, Any]
         AccountingError: a file does not hold the rows that the parts' lines promise.
         StorageError: the disk is full, or a part is not what was written.
     """
-    if store.check():
-        msg = "parts were damaged on disk after they were written: the same command does their rows again"
-        raise StorageError(msg)
+    check_parts(store)
     records = store.records
     num_rows = sum(record.num_embedded + record.num_duplicates for record in records)
     with storing(paths.partial / READY_ERRORS):
@@ -62,6 +60,17 @@ def assemble(store: PartStore, paths: OutputPaths, provenance: Mapping[str, Any]
         removes = [paths.output.name]  # --overwrite: what stood there is no result of this run
     with storing(paths.output):
         publish(paths, moves, removes)
+
+
+def check_parts(store: PartStore) -> None:
+    """Look once more whether the parts are what was written.
+
+    Raises:
+        StorageError: some are not; they are no parts any more.
+    """
+    if store.check():
+        msg = "parts were damaged on disk after they were written: the same command does their rows again"
+        raise StorageError(msg)
 
 
 def write_errors(paths: OutputPaths, tables: Iterable[pa.Table], provenance: Mapping[str, Any], num_rows: int) -> None:

@@ -38,7 +38,7 @@ _VERSION = 1
 _HEADER = struct.Struct("<B4I")  # version; pixels, then patches: height, width
 _COUNT = struct.Struct("<I")  # a column's vectors
 _CHECKSUM_BYTES = 32
-_TROUBLE = (sqlite3.Error, MemoryError)  # a damaged record can claim any size
+_TROUBLE = (sqlite3.Error, OSError, MemoryError)  # a damaged record can claim any size
 
 
 class EmbeddingCache:
@@ -77,7 +77,7 @@ class EmbeddingCache:
 
     def _warn(self, state: str, error: BaseException) -> None:
         reason = str(error) or type(error).__name__
-        logger.warning("the cache in %s is %s (%s): %s", self._folder, state, reason, remedy_for(error))
+        logger.error("the cache in %s is %s (%s): %s", self._folder, state, reason, remedy_for(error))
 
     def find(self, content_hash: bytes, row: int) -> Embedded | None:
         """What was put in for this content by the same encoder, as the result of `row`; else None."""
@@ -114,7 +114,7 @@ class EmbeddingCache:
         if is_damage(error):
             self.num_damaged += reading
             if not database.is_malformed:
-                logger.warning("the cache in %s is damaged (%s), and no longer written to", self._folder, error)
+                logger.error("the cache in %s is damaged (%s), and no longer written to", self._folder, error)
             database.is_malformed, self._writes = True, False
         elif reading and self._reads:
             self._reads = False

@@ -234,7 +234,7 @@ def _notes(report: RunReport) -> Iterator[str]:
     counted = (
         (report.num_malformed_exif, "images had a malformed EXIF block, which was ignored (see -v)"),
         (report.num_resumed, "rows were committed by an earlier start"),
-        (report.num_found, "embeddings were known already (--cache, --reuse)"),
+        (report.num_found, "embeddings were known already, from a cache or an earlier output"),
         (report.num_retried, f"failed rows were tried again, {report.num_recovered:,} are embedded now"),
         (
             report.num_splits,

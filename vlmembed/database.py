@@ -119,7 +119,8 @@ class SharedDatabase:
         try:
             self._connect()
         except sqlite3.Error as error:
-            if not is_damage(error) and _code(error) != sqlite3.SQLITE_READONLY:
+            is_odd = _code(error) == sqlite3.SQLITE_READONLY and os.access(self._path, os.W_OK)  # of a later SQLite
+            if not is_damage(error) and not is_odd:
                 raise
             if not alone:
                 msg = f"{error}, and another process has it open"
@@ -169,14 +170,14 @@ class SharedDatabase:
             target.unlink(missing_ok=True)
             if source.exists():
                 source.replace(target)
-        logger.warning("%s is damaged (%s): set aside as %s, which can be deleted", self._path, reason, aside.name)
+        logger.error("%s is damaged (%s): set aside as %s, which can be deleted", self._path, reason, aside.name)
 
     @property
     def log_bytes(self) -> int:
         """Size of the write-ahead log."""
         try:
             return self._path.with_name(f"{self._path.name}-wal").stat().st_size
-        except FileNotFoundError:
+        except OSError:
             return 0
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,9 @@ class FinishedOutput:
         Raises:
             InputError: it cannot be read as Parquet, is not whole, or was not written by vlmembed.
         """
+        if not path.exists():
+            msg = f"{path} cannot be read as Parquet: it does not exist; name the output of an earlier run"
+            raise InputError(msg)
         is_folder = path.is_dir()
         if is_folder and not (path / SUCCESS).is_file():
             msg = f"{path} is a folder without {SUCCESS}: not finished, or no output of vlmembed"
@@ -70,19 +74,23 @@ class FinishedOutput:
     def batches(self, columns: list[str], batch_rows: int) -> Iterator[pa.RecordBatch]:
         """All rows in order, a few columns of them."""
         for path in self.files:
-            with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            with reading(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
                 yield from file.iter_batches(columns=columns, batch_size=batch_rows)
 
     @property
     def num_rows(self) -> int:
         """Rows of all files."""
-        return sum(pq.read_metadata(path).num_rows for path in self.files)
+        num_rows = 0
+        for path in self.files:
+            with reading(path):
+                num_rows += pq.read_metadata(path).num_rows
+        return num_rows
 
     def take(self, positions: Int64Array, columns: list[str]) -> pa.Table:
         """A few columns of the rows at `positions`, ascending; only row groups that hold one are read."""
         found, first = [self.schema.empty_table().select(columns)], 0
         for path in self.files:
-            with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            with reading(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
                 for group in range(file.num_row_groups):
                     last = first + file.metadata.row_group(group).num_rows
                     wanted = positions[np.searchsorted(positions, first) : np.searchsorted(positions, last)] - first
@@ -91,19 +99,40 @@ class FinishedOutput:
                     first = last
         return pa.concat_tables(found)
 
-    def failed_rows(self) -> Int64Array:
-        """The input rows, ascending, that are in the errors file.
+    def failed(self) -> pa.Table:
+        """`id` and `row` of the rows that are in the errors file, by row.
 
         Raises:
             InputError: that file is not there.
         """
         try:
-            table = pq.read_table(self.errors, columns=["row"])
+            return pq.read_table(self.errors, columns=["id", "row"], page_checksum_verification=True).sort_by("row")
         except (OSError, pa.ArrowException) as error:
             msg = f"{self.errors} belongs to {self.path} and cannot be read ({error}): put it beside it again"
             raise InputError(msg) from error
-        rows: Int64Array = table["row"].to_numpy()
+
+    def failed_rows(self) -> Int64Array:
+        """The input rows, ascending, that are in the errors file.
+
+        Raises:
+            InputError: as for `failed`.
+        """
+        rows: Int64Array = self.failed()["row"].to_numpy()
         return rows
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Say as a person would that a finished file is not what it was.
+
+    Raises:
+        InputError: it is damaged, or gone.
+    """
+    try:
+        yield
+    except (OSError, ValueError, pa.ArrowException) as error:
+        msg = f"{path} is damaged, or gone ({error}): put a sound copy in its place, or make it again with --overwrite"
+        raise InputError(msg) from error
 
 
 def input_rows(failed: Int64Array, positions: Int64Array) -> Int64Array:

@@ -43,10 +43,16 @@ class OutputPaths:
             OutputError: neither a .parquet file nor a folder, or a folder that holds something else.
         """
         text, path = os.fspath(name), Path(name)
-        path = Path(os.path.realpath(path)) if path.is_symlink() else path
-        return cls(output=path, is_folder=text.endswith("/") or path.is_dir())
+        try:
+            path = Path(os.path.realpath(path)) if path.is_symlink() else path
+            paths = cls(output=path, is_folder=text.endswith("/") or path.is_dir())
+            paths._check()
+        except OSError as error:
+            msg = f"cannot look at output {text!r} ({error}): make it accessible, or choose another"
+            raise OutputError(msg) from error
+        return paths
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         shown = repr(str(self.output))
         try:
             str(self.output).encode()
@@ -168,6 +174,9 @@ def finish_publication(paths: OutputPaths) -> bool:
         steps = json.loads((paths.partial / PUBLICATION).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return False
+    except ValueError as error:
+        msg = f"{paths.partial / PUBLICATION} is damaged ({error}): delete it, and the same command goes on from there"
+        raise OutputError(msg) from error
     there = paths.output if paths.is_folder else paths.output.parent
     left = {source: target for source, target in steps["moves"].items() if (paths.partial / source).exists()}
     for name in steps["removes"] if left else ():  # after the last move, what has such a name is new

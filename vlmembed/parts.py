@@ -154,7 +154,7 @@ class PartStore:
     def hashes(self) -> Iterator[tuple[int, bytes]]:
         """(row, content hash) of every committed row that has one, part by part."""
         for record in self.records:
-            failed = pq.read_table(self.folder / record.errors_name, columns=["row", "content_hash"]).to_pydict()
+            failed = self._errors(record, "row", "content_hash").to_pydict()
             found = [pair for pair in zip(failed["row"], failed["content_hash"], strict=True) if pair[1] is not None]
             hashes = pq.read_table(self.folder / record.file_name, columns=["content_hash"])["content_hash"].to_pylist()
             found += zip(self._rows(record.number).tolist(), hashes, strict=True)
@@ -164,7 +164,7 @@ class PartStore:
         """Committed failed rows by code."""
         codes: Counter[str] = Counter()
         for record in self.records:
-            codes.update(pq.read_table(self.folder / record.errors_name, columns=["code"])["code"].to_pylist())
+            codes.update(self._errors(record, "code")["code"].to_pylist())
         return codes
 
     def find(self, row: int) -> tuple[str, Embedded | Failure]:
@@ -202,9 +202,14 @@ class PartStore:
     def rows_of(self, number: int) -> tuple[Int64Array, Int64Array]:
         """The rows of a part with vectors, and those that failed, ascending."""
         record = self.records[number]
-        failed: Int64Array = pq.read_table(self.folder / record.errors_name, columns=["row"])["row"].to_numpy()
+        failed: Int64Array = self._errors(record, "row")["row"].to_numpy()
         rows = np.arange(record.first_row, record.first_row + record.num_rows, dtype=np.int64)
         return np.setdiff1d(rows, failed, assume_unique=True), failed
+
+    def _errors(self, record: PartRecord, *columns: str) -> pa.Table:
+        """These columns of a part's errors file, or all."""
+        path = self.folder / record.errors_name
+        return pq.read_table(path, columns=list(columns) or None, page_checksum_verification=True)
 
     def _read_rows(self, number: int) -> Int64Array:
         return self.rows_of(number)[0]
@@ -215,7 +220,7 @@ class PartStore:
 
     def _read_failures(self, number: int) -> dict[int, tuple[str, Failure]]:
         found = {}
-        for entry in pq.read_table(self.folder / self.records[number].errors_name).to_pylist():
+        for entry in self._errors(self.records[number]).to_pylist():
             row, code = entry["row"], FailureCode(entry["code"])
             failure = Failure(row=row, stage=entry["stage"], code=code, message=entry["message"])
             found[row] = entry["id"], failure

@@ -2,8 +2,8 @@
 
     reader thread: source -> dedup -> (pool: decode, preprocess) -> pack      main thread: encode     writer thread
 
-No channel is waited for without a look at the stop event, so an error or Ctrl-C anywhere ends the run; a thread that
-does not end is waited for, for a minute at most. A watchdog says which stage waits for which when nothing moves.
+No channel is waited for without a look at the stop event, so an error or Ctrl-C anywhere ends the run; threads
+that do not end are waited for, for a minute at most. A watchdog says which stage waits for which when nothing moves.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ MAX_DECODE_BYTES = 256 * 2**20
 """Encoded bytes that may wait for or be in decoding."""
 
 JOIN_SECONDS = 60.0
-"""How long the end of a stopped run waits for a thread."""
+"""How long the end of a stopped run waits for its threads."""
 
 REPORT_SECONDS = 60.0
 """After how long without a move it is said which stage waits for which."""
@@ -181,9 +181,10 @@ class Pipeline:
         finally:
             self._stop.set()
             self._decoders.close()  # nobody waits for a decode that hangs
+            deadline = time.monotonic() + JOIN_SECONDS
             for thread in threads:
                 if thread.ident is not None:
-                    thread.join(JOIN_SECONDS)
+                    thread.join(max(0.0, deadline - time.monotonic()))
         if self._errors:
             raise self._errors[0]
 

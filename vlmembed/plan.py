@@ -92,8 +92,8 @@ def find_earlier(paths: OutputPaths, *, overwrite: bool) -> Earlier:
         for path in (paths.errors, whole):
             if path.exists():
                 output = _provenance_of(path)
-        if not whole.exists():
-            output = None  # errors alone: a run in which nothing was embedded, to be tried again
+        if not whole.exists() or (output is not None and not output.get("counts", {}).get("embedded", 1)):
+            output = None  # a run in which nothing was embedded, to be tried again
     return Earlier(output=output, partial=partial)
 
 

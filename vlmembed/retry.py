@@ -13,11 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from vlmembed.assembly import READY, READY_ERRORS, READY_PREFIX, concatenate, publish_folder, read_groups, write_errors
+from vlmembed.assembly import (
+    READY,
+    READY_ERRORS,
+    READY_PREFIX,
+    check_parts,
+    concatenate,
+    publish_folder,
+    read_groups,
+    write_errors,
+)
 from vlmembed.errors import InputError, OutputError
-from vlmembed.finished import FinishedOutput, input_rows
+from vlmembed.finished import FinishedOutput, input_rows, reading
 from vlmembed.merging import merge_rows
 from vlmembed.output import publish
 from vlmembed.parts import PartRecord, file_sha256, storing
@@ -26,6 +34,7 @@ from vlmembed.schema import ERRORS_SCHEMA, with_provenance
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Iterable, Iterator, Mapping
+    from pathlib import Path
 
     from vlmembed.merging import Numbered
     from vlmembed.output import OutputPaths
@@ -46,7 +55,6 @@ class FailedRows:
     """
 
     def __init__(self, source: Source, errors: pa.Table) -> None:
-        errors = errors.sort_by("row")
         self._source = source
         self._keys: list[str] = errors["id"].to_pylist()
         self.rows: Int64Array = errors["row"].to_numpy()
@@ -108,8 +116,7 @@ class Retry:
         self._whole = source
         self.facts = facts
         self._output = FinishedOutput.open(paths.output)
-        self._output.failed_rows()  # tells whether the errors file is there
-        self.source = FailedRows(source, pq.read_table(self._output.errors, columns=["id", "row"]))
+        self.source = FailedRows(source, self._output.failed())
         if facts["counts"]["failed"] != self.source.num_rows:
             msg = (
                 f"{self._output.errors} holds {self.source.num_rows} rows, and {paths.output} was written with "
@@ -156,6 +163,7 @@ class Retry:
         Raises:
             StorageError: a file cannot be written. AccountingError: rows would be lost.
         """
+        check_parts(store)
         new = _Recovered(store, self.source.rows, earlier)
         facts = self._facts(new, again)
         errors = (
@@ -186,7 +194,7 @@ class Retry:
     def _finish_file(self, new: _Recovered, facts: dict[str, Any]) -> None:
         paths, store = self._paths, new.store
         num_rows = facts["counts"]["embedded"] + facts["counts"]["duplicates"]
-        old = _number(read_groups(self._output.files, store.schema), self.source.rows)
+        old = _number(self._old(self._output.files, store.schema), self.source.rows)
         with storing(paths.partial / READY):
             schema = with_provenance(store.schema, facts)
             concatenate(paths.partial / READY, schema, merge_rows(old, new.tables()), num_rows, store.vectors)
@@ -203,22 +211,27 @@ class Retry:
             records.append(record)
         publish_folder(self._paths, records, facts, ready)
 
+    @staticmethod
+    def _old(files: Iterable[Path], schema: pa.Schema) -> Iterator[pa.Table]:
+        for path in files:
+            with reading(path):
+                yield from read_groups([path], schema)
+
     def _rewrite(self, record: PartRecord, new: _Recovered) -> PartRecord:
         """A part of the output with its new rows, ready to be published; itself where it has none."""
         store, stop = new.store, record.first_row + record.num_rows
         num_new, num_duplicates = new.count(record.first_row, stop)
         if not num_new:
             return record
+        before = self._paths.output / record.file_name
         failed = self.source.rows[np.searchsorted(self.source.rows, record.first_row) :] - record.first_row
-        old = (
-            (rows + record.first_row, table)
-            for rows, table in _number(read_groups([self._paths.output / record.file_name], store.schema), failed)
-        )
+        old = ((rows + record.first_row, table) for rows, table in _number(self._old([before], store.schema), failed))
         target = self._paths.partial / (READY_PREFIX + record.file_name)
         with storing(target):
             merged = merge_rows(old, new.tables(record.first_row, stop))
             num_rows = record.num_embedded + record.num_duplicates + num_new
-            concatenate(target, store.schema, merged, num_rows, store.vectors)
+            schema = store.schema.with_metadata(self._output.schema.metadata)
+            concatenate(target, schema, merged, num_rows, store.vectors)
         return replace(
             record,
             num_embedded=record.num_embedded + num_new - num_duplicates,

@@ -107,7 +107,7 @@ class EarlierOutputs:
     def _warn(self, number: int, error: object) -> None:
         if number not in self._warned:
             self._warned.add(number)
-            logger.warning("%s is damaged (%s): what cannot be read is computed again", self._files[number], error)
+            logger.error("%s is damaged (%s): what cannot be read is computed again", self._files[number], error)
 
     def find(self, content_hash: bytes, row: int) -> Embedded | None:
         """The embedding of this content in the outputs, as the result of `row`; None where they have none."""

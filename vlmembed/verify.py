@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from vlmembed.decoders import DecodePool
     from vlmembed.plan import Plan
     from vlmembed.schema import VectorColumn
+    from vlmembed.sources.base import Source
     from vlmembed.types import Embedded, EncodedImage, FloatArray, Int64Array, PatchedImage
 
 CHUNK_ROWS = 1024
@@ -95,17 +96,22 @@ def verify(
     """
     output = FinishedOutput.open(path)
     facts = output.provenance
+    if "counts" not in facts:
+        msg = f"{path} is a part of an output, not a whole one: name the folder that it lies in"
+        raise InputError(msg)
     config = _as_recorded(facts["recipe"], inputs, device)
-    found = Verification(path=path, num_rows=output.num_rows, tolerance=tolerance or TOLERANCES[config.dtype])
-    if (num_rows is not None and num_rows < 1) or found.tolerance < 0:
-        msg = f"rows is {num_rows} and tolerance {tolerance}; the one must be 1 or more, the other more than 0"
+    found = Verification(
+        path=path, num_rows=output.num_rows, tolerance=TOLERANCES[config.dtype] if tolerance is None else tolerance
+    )
+    if (num_rows is not None and num_rows < 1) or not found.tolerance >= 0:
+        msg = f"rows is {num_rows} and tolerance {tolerance}; the one must be 1 or more, the other 0 or more"
         raise ConfigError(msg)
     _check_counts(output, found)
     count = found.num_rows if num_rows is None else min(num_rows, found.num_rows)
     positions = np.sort(np.random.default_rng(seed).choice(found.num_rows, count, replace=False)).astype(np.int64)
     paths = OutputPaths(output=path, is_folder=path.is_dir())
     with ExitStack() as stack:
-        source = stack.enter_context(closing(open_source(config, paths.all())))
+        source = stack.enter_context(closing(_open_inputs(config, paths)))
         if source.keys_digest != facts["fingerprint"]["keys_sha256"]:
             msg = (
                 f"the inputs of {path} do not have the ids any more that they had: name them behind it as they are now"
@@ -127,6 +133,14 @@ def verify(
             _compare(_Chunk.of(output, some, input_rows(failed, some).tolist(), found), plan, decoders)
             found.num_checked += len(some)
     return found
+
+
+def _open_inputs(config: EncodeConfig, paths: OutputPaths) -> Source:
+    try:
+        return open_source(config, paths.all())
+    except InputError as error:
+        msg = f"{error}; if the pictures have moved, name them behind {paths.output} as they are now"
+        raise InputError(msg) from error
 
 
 def _as_recorded(recipe: str, inputs: Sequence[str], device: str) -> EncodeConfig:

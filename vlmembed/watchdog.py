@@ -40,12 +40,12 @@ class Watchdog:
         self._report_seconds = report_seconds
         self._limit_seconds = limit_seconds
         self._grace_seconds = grace_seconds
-        self._last_move = time.monotonic()
+        self._still_seconds = 0.0
         self._over = threading.Event()
 
     def moved(self) -> None:
         """Something has moved."""
-        self._last_move = time.monotonic()
+        self._still_seconds = 0.0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -61,8 +61,12 @@ class Watchdog:
 
     def _watch(self) -> None:
         report_after = self._report_seconds
-        while not self._over.wait(min(1.0, self._report_seconds / 4, self._limit_seconds / 4)):
-            still = time.monotonic() - self._last_move
+        tick = min(1.0, self._report_seconds / 4, self._limit_seconds / 4)
+        before = time.monotonic()
+        while not self._over.wait(tick):
+            now = time.monotonic()
+            self._still_seconds += min(now - before, 2 * tick)  # time in which the process stood still does not count
+            still, before = self._still_seconds, now
             if still < self._report_seconds:
                 report_after = self._report_seconds
             if still >= self._limit_seconds:

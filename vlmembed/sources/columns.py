@@ -114,6 +114,14 @@ def _short(kind: pa.DataType) -> str:
     return name if len(name) <= 200 else f"{name[:200]}..."  # noqa: PLR2004  a type can be a page long
 
 
+def _part(column: pa.StructArray, name: str) -> pa.Array | None:
+    """A field of a struct, null where the struct is."""
+    number = column.type.get_field_index(name)
+    if number < 0:
+        return None
+    return pc.struct_field(column, number) if column.null_count else column.field(number)
+
+
 class ImageColumn:
     """An image column's part of a batch."""
 
@@ -121,10 +129,7 @@ class ImageColumn:
         self._contents: Sequence[Any] | None = None
         self._paths: Sequence[Any] | None = None
         if pa.types.is_struct(column.type):
-            names = {field.name for field in column.type}
-            self._contents, self._paths = (
-                pc.struct_field(column, name) if name in names else None for name in ("bytes", "path")
-            )
+            self._contents, self._paths = _part(column, "bytes"), _part(column, "path")
         elif is_string(column.type):
             self._paths = column
         else:

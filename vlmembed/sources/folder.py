@@ -160,7 +160,7 @@ class FolderSource:
         self._hash.update(json.dumps([key, num_bytes, mtime_ns]).encode() + b"\n")
         self._keys_hash.update(json.dumps(key).encode() + b"\n")
         try:
-            self._list.write(json.dumps([path, key, num_bytes]) + "\n")
+            self._list.write(json.dumps([path, key]) + "\n")
         except OSError as error:
             msg = f"cannot write the list of files into {tempfile.gettempdir()} ({error}): make room, or set TMPDIR"
             raise StorageError(msg) from error
@@ -172,8 +172,8 @@ class FolderSource:
         self._list.seek(0)
         for row, line in enumerate(self._list):
             if row == next_row:
-                path, key, num_bytes = json.loads(line)
-                yield UnreadRow(row=row, key=key, path=path, num_bytes=num_bytes)
+                path, key = json.loads(line)
+                yield UnreadRow(row=row, key=key, path=path)
                 if (next_row := next(wanted, None)) is None:
                     return
 

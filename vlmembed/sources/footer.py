@@ -8,7 +8,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from vlmembed.sources.compact import BOOLEANS, I64, LIST, STRUCT, Fields, number, read_field, read_list_head, read_value
+from vlmembed.sources.compact import (
+    BOOLEANS,
+    I32,
+    I64,
+    LIST,
+    STRUCT,
+    Fields,
+    number,
+    read_field,
+    read_list_head,
+    read_value,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,15 +28,17 @@ if TYPE_CHECKING:
 
 _TAIL_BYTES = 8
 _ROW_GROUPS, _COLUMNS, _METADATA = (4, LIST), (1, LIST), (3, STRUCT)
-_NUM_VALUES, _COMPRESSED, _DATA_PAGE, _DICTIONARY_PAGE = 5, 7, 9, 11
+_CODEC, _NUM_VALUES, _COMPRESSED, _DATA_PAGE, _DICTIONARY_PAGE = 4, 5, 7, 9, 11
 
 
 class ChunkPlace(NamedTuple):
-    """A column chunk: where its pages begin, their bytes in the file, and how many values they should hold."""
+    """A column chunk: where its pages begin, their bytes in the file, how many values they should hold, and the number
+    of the codec that they are compressed by."""
 
     start: int
     num_bytes: int
     num_values: int
+    codec: int
 
 
 def read_places(file: pa.NativeFile, leaves: Sequence[int]) -> list[list[ChunkPlace] | None]:
@@ -68,4 +81,9 @@ def _place(chunk: Fields) -> ChunkPlace:
     dictionary = chunk.get((_DICTIONARY_PAGE, I64), 0)
     if 0 < dictionary < start:
         start = dictionary
-    return ChunkPlace(start, number(chunk, _COMPRESSED, I64), number(chunk, _NUM_VALUES, I64))
+    return ChunkPlace(
+        start=start,
+        num_bytes=number(chunk, _COMPRESSED, I64),
+        num_values=number(chunk, _NUM_VALUES, I64),
+        codec=number(chunk, _CODEC, I32),
+    )

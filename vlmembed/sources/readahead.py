@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -15,12 +14,20 @@ from vlmembed.parallel import DeadlinePool, ordered_map
 from vlmembed.types import EncodedImage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
+    from concurrent.futures import Future
 
     import pyarrow as pa
 
 READ_THREADS = 4
-MAX_READ_AHEAD_BYTES = 128 * 2**20
+MAX_ITEMS = 4 * READ_THREADS
+
+SMALL_FILE_BYTES = 2 * 2**20
+"""A file up to this size is read at once; a larger one when there is room for it, which its size must first be known
+for."""
+
+MAX_LARGE_FILES_BYTES = 96 * 2**20
+"""Limit of the larger files in flight; with `MAX_ITEMS` small ones that makes 128 MiB."""
 
 BYTES_PER_PIXEL = 8
 """What a pixel takes at most in a file that no compression has blown up: four samples of 16 bits."""
@@ -31,7 +38,7 @@ MAX_OTHER_BYTES = 256 * 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class UnreadRow:
-    """A row whose content is a file. `num_bytes` is that file's size, None where it has yet to be asked for."""
+    """A row whose content is a file. `num_bytes` is that file's size, once it was found to be a larger one."""
 
     row: int
     key: str
@@ -92,17 +99,17 @@ class ReadAhead:
     def read(self, rows: Iterable[Row]) -> Iterator[EncodedImage]:
         """Yield the rows in order; those that have their content already pass through."""
         with ExitStack() as stack:
-            pool: DeadlinePool[UnreadRow, Row] | None = None
-            for num_stages, group in groupby(rows, key=_num_stages):
-                if num_stages and pool is None:
-                    pool = stack.enter_context(self._pool())
-                staged: Iterator[Row] = group
-                for _ in range(num_stages):
-                    assert pool is not None
-                    staged = _through(pool, staged)
-                for row in staged:
-                    assert isinstance(row, EncodedImage)
-                    yield row
+            pools: list[DeadlinePool[UnreadRow, Row]] = []
+
+            def submit(row: Row) -> Future[Row]:
+                assert isinstance(row, UnreadRow)
+                if not pools:  # threads that many Parquet files have no use for
+                    pools.append(stack.enter_context(self._pool()))
+                return pools[0].submit(row)
+
+            for row in _through(submit, _through(submit, rows)):
+                assert isinstance(row, EncodedImage)
+                yield row
 
     def _pool(self) -> DeadlinePool[UnreadRow, Row]:
         return DeadlinePool(
@@ -114,9 +121,9 @@ class ReadAhead:
         )
 
     def _advance(self, row: UnreadRow) -> Row:
-        """One stage further: a row's size, then its content."""
-        if row.num_bytes is None:
-            return replace(row, num_bytes=_size_of(row.path))
+        """Read a small file, or find out how large it is."""
+        if row.num_bytes is None and (num_bytes := _size_of(row.path)) > SMALL_FILE_BYTES:
+            return replace(row, num_bytes=num_bytes)
         return row.holding(read_content(row.path, self._max_file_bytes))
 
     def _late(self, row: UnreadRow) -> EncodedImage:
@@ -127,26 +134,19 @@ class ReadAhead:
         return row.holding(ImageError(FailureCode.TIMEOUT, msg))
 
 
-def _num_stages(row: Row) -> int:
-    if isinstance(row, EncodedImage):
-        return 0
-    return 2 if row.num_bytes is None else 1
-
-
-def _through(pool: DeadlinePool[UnreadRow, Row], rows: Iterable[Row]) -> Iterator[Row]:
-    return ordered_map(
-        lambda row: _finished(row) if isinstance(row, EncodedImage) else pool.submit(row),
-        rows,
-        max_items=4 * READ_THREADS,
-        max_bytes=MAX_READ_AHEAD_BYTES,
-        num_bytes=lambda row: 0 if isinstance(row, EncodedImage) else row.num_bytes or 0,
-    )
-
-
-def _finished(row: Row) -> Future[Row]:
-    future: Future[Row] = Future()
-    future.set_result(row)
-    return future
+def _through(submit: Callable[[Row], Future[Row]], rows: Iterable[Row]) -> Iterator[Row]:
+    """Let the rows that are yet to be read pass through the pool, in order."""
+    for is_read, group in groupby(rows, key=lambda row: isinstance(row, EncodedImage)):
+        if is_read:
+            yield from group
+        else:
+            yield from ordered_map(
+                submit,
+                group,
+                max_items=MAX_ITEMS,
+                max_bytes=MAX_LARGE_FILES_BYTES,
+                num_bytes=lambda row: row.num_bytes or 0 if isinstance(row, UnreadRow) else 0,
+            )
 
 
 def _size_of(path: str) -> int:

@@ -50,7 +50,7 @@ class OpenParquet:
 
     def __init__(self, parquet: pq.ParquetFile, file: pa.NativeFile, name: str) -> None:
         self._parquet = parquet
-        self._places: dict[tuple[str, ...], list[list[ChunkPlace] | None]] = {}
+        self._layouts: dict[tuple[str, ...], tuple[list[Leaf], list[list[ChunkPlace] | None]]] = {}
         self._file = file
         self._name = name
         self.schema: pa.Schema = parquet.schema_arrow
@@ -76,7 +76,7 @@ class OpenParquet:
         try:
             pages = self._pages(group, tuple(columns))
             if pages.num_rows is not None and pages.num_rows > promised:
-                logger.warning(
+                logger.error(
                     "row group %d of %s holds %d rows, and the file's footer promises %d: the others are no rows",
                     *(group, self._name, pages.num_rows, promised),
                 )
@@ -84,7 +84,8 @@ class OpenParquet:
             while num_read < promised and not pages.is_damaged_before(num_read + pages.batch_rows):
                 if (batch := next(batches, None)) is None:
                     break
-                check_dictionaries(batch)
+                if pages.keeps_dictionary:
+                    check_dictionaries(batch)
                 num_read += batch.num_rows
                 yield batch
         except DAMAGE as error:
@@ -97,11 +98,11 @@ class OpenParquet:
         return ImageError(FailureCode.UNREADABLE, f"row group {group} of {self._name}: {reason}")
 
     def _pages(self, group: int, columns: tuple[str, ...]) -> GroupPages:
-        leaves = self._leaves(columns)
-        if columns not in self._places:
-            self._places[columns] = read_places(self._file, [leaf.index for leaf in leaves])
-        places = self._places[columns][group] if group < len(self._places[columns]) else None
-        if places is None:
+        if columns not in self._layouts:
+            leaves = self._leaves(columns)
+            self._layouts[columns] = leaves, read_places(self._file, [leaf.index for leaf in leaves])
+        leaves, groups = self._layouts[columns]
+        if group >= len(groups) or (places := groups[group]) is None:
             msg = "the footer does not say where its pages are"
             raise ValueError(msg)
         return GroupPages.of(self._file, places, leaves, self.group_rows[group])
@@ -112,6 +113,7 @@ class OpenParquet:
             Leaf(
                 index=index,
                 is_flat=schema.column(index).max_repetition_level == 0,
+                is_variable=schema.column(index).physical_type == "BYTE_ARRAY",
                 keeps_dictionary=holds_dictionary(self.schema.field(name).type),
             )
             for name in columns
