@@ -239,22 +239,3 @@ def test_a_dictionary_of_one_large_image_does_not_fill_the_memory(is_struct: boo
     rows, smallest, largest, grown = measured(path)
     assert (rows, smallest, largest) == (20_000, 900_000, 900_000)
     assert grown < 300 * 1024
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_struct", [False, True])
-def test_more_than_2_gb_in_a_row_group(is_struct: bool, tmp_path: Path) -> None:  # noqa: FBT001
-    path = tmp_path / "t.parquet"
-    field = pa.struct([("bytes", pa.large_binary())]) if is_struct else pa.large_binary()
-    content = os.urandom(2**23)
-    schema = pa.schema([("image", field)])
-    with pq.ParquetWriter(path, schema, compression="none", use_dictionary=False) as writer:
-        for number in range(280):  # batch by batch into one row group
-            values = pa.array([content[number:] + content[:number]], pa.large_binary())
-            column = pa.StructArray.from_arrays([values], ["bytes"]) if is_struct else values
-            writer.write_batch(pa.record_batch([column], schema=schema), row_group_size=1000)
-    assert pq.read_metadata(path).row_group(0).total_byte_size > 2**31
-    rows, smallest, largest, grown = measured(path)
-    path.unlink()
-    assert (rows, smallest, largest) == (280, 2**23, 2**23)
-    assert grown < 300 * 1024
