@@ -253,7 +253,10 @@ def dies_at(call: int) -> Callable[[Connection, list[int]], None]:
     return serve
 
 
-def test_half_a_pack_from_a_worker_that_dies_is_not_delivered(layout: TowerLayout) -> None:
+def test_half_a_pack_from_a_worker_that_dies_is_not_delivered(
+    layout: TowerLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vlmembed.workers.MAX_DEATHS_PER_PACK", 3)  # both that die may have the same one in hand
     packs = [make_pack([3 * n, 3 * n + 1, 3 * n + 2], [(2, 2)] * 3, layout) for n in range(20)]
     workers = [ThreadWorker("cpu", serve) for serve in (dies_at(1), dies_at(3), echo)]
     pool = WorkerPool(list(workers), LINEAR)

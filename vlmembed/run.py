@@ -88,7 +88,8 @@ def encode(config: EncodeConfig, *, progress: bool = False, hung: Callable[[], N
             raise OutputError(msg)
         _name_suspects(paths)
         if not same:
-            write_manifest(paths.partial, plan.facts)
+            with storing(paths.partial):
+                write_manifest(paths.partial, plan.facts)
         return _run(plan, retry, began=began, progress=progress, hung=hung)
 
 

@@ -156,6 +156,9 @@ def _assemble(config: EncodeConfig, listing: Listing, skipped: Counter[str]) -> 
         given = ", ".join(map(str, config.inputs))
         msg = f"no pictures in {given} (found and skipped: {found}): name a folder that has some"
         raise InputError(msg)
+    for entry in listing.entries:
+        if isinstance(entry, FolderSource):
+            entry.seal()
     for setting in ("image_column", "id_column", "keep_columns"):
         if getattr(config, setting) and not all(isinstance(entry, list) for entry in listing.entries):
             msg = f"--{setting.replace('_', '-')} is for Parquet inputs only; give pictures in a run of their own"

@@ -8,7 +8,7 @@ import os
 import stat
 import tempfile
 from collections import Counter
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -159,12 +159,14 @@ class FolderSource:
             num_bytes, mtime_ns = 0, -1
         self._hash.update(json.dumps([key, num_bytes, mtime_ns]).encode() + b"\n")
         self._keys_hash.update(json.dumps(key).encode() + b"\n")
-        try:
+        with _writing():
             self._list.write(json.dumps([path, key]) + "\n")
-        except OSError as error:
-            msg = f"cannot write the list of files into {tempfile.gettempdir()} ({error}): make room, or set TMPDIR"
-            raise StorageError(msg) from error
         self.num_rows += 1
+
+    def seal(self) -> None:
+        """The list is whole: bring it to disk before the run goes by it."""
+        with _writing():
+            self._list.flush()
 
     def _listed(self, rows: Sequence[int]) -> Iterator[UnreadRow]:
         wanted = iter(rows)
@@ -189,6 +191,15 @@ class FolderSource:
         """Drop the scratch list."""
         with suppress(OSError):  # what could not be written, where the disk is full
             self._list.close()
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        msg = f"cannot write the list of files into {tempfile.gettempdir()} ({error}): make room, or set TMPDIR"
+        raise StorageError(msg) from error
 
 
 def is_parquet(path: Path) -> bool:
