@@ -52,11 +52,15 @@ _HELP = {
     "workers": "Decoding threads or processes.",
     "decode": "Processes outlive a decoder that crashes, and stop one that hangs.",
     "timeout": "Seconds that reading an image, or decoding one, may take.",
-    "image_column": "Image column of Parquet inputs; found where there is one candidate.",
-    "id_column": "Column of Parquet inputs that holds unique ids.",
-    "keep_columns": "Column of Parquet inputs to carry into the output; repeat it, or separate by commas.",
+    "image_column": "Column of pictures, paths or URLs; found where there is one candidate.",
+    "id_column": "Column that holds unique ids.",
+    "keep_columns": "Column (of tars: extension, or json.field) to carry into the output; repeatable, or a,b.",
     "recursive": "Descend into subfolders.",
     "limit": "Read only the first rows.",
+    "shard": "i/n: only piece i (from 0) of n; see `vlmembed merge`.",
+    "downloads": "URLs fetched at a time.",
+    "downloads_per_host": "Of them from one host.",
+    "allow_local_urls": "Let http URLs lead to this machine and link-local addresses.",
     "dedup": "What is hashed to find duplicates.",
     "cache": "Folder of embeddings that runs share: what is in it is not decoded or encoded again.",
     "cache_max_bytes": "What the cache may grow to.",
@@ -67,6 +71,8 @@ _HELP = {
     "retry_failed": "Read and encode the failed rows of a finished OUTPUT again.",
     "deterministic": "Every image travels alone: its embedding depends on no other.",
     "rows_per_part": "Input rows committed together.",
+    "format": "Of the output; auto goes by its name (.lance).",
+    "work_dir": "Local folder for the parts of a remote output.  [default: in the user's cache]",
 }
 _SWITCHES = {"normalize": "--normalize/--no-normalize", "recursive": "--recursive/--no-recursive"}
 

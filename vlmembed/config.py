@@ -28,6 +28,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "dedup": ("bytes", "pixels", "none"),
     "decode": ("threads", "processes"),
     "on_error": ("skip", "fail"),
+    "format": ("auto", "parquet", "lance"),
 }
 """The values that a field of words can take."""
 
@@ -49,6 +50,8 @@ WHOLE_NUMBERS = (
     "limit",
     "rows_per_part",
     "cache_max_bytes",
+    "downloads",
+    "downloads_per_host",
 )
 """The fields that are 1 or more where they are given."""
 
@@ -58,8 +61,10 @@ class EncodeConfig:
     """Settings of one run. None, or ``"auto"``, is decided once when the run is set up and recorded in its output.
 
     Attributes:
-        inputs: folders, picture files, globs, Parquet files.
-        output: the Parquet file to write.
+        inputs: folders, pictures, globs, Parquet files, tars, zips, Hugging Face and Lance datasets, lists of paths or
+            URLs, ``"-"`` for a list on standard input; each on disk or behind a URL (s3, gs, http, https, hf).
+        output: the Parquet file, Lance dataset or folder of parts to write, on disk or on s3, gs.
+        format: of the output; ``"auto"`` goes by its name.
         model: a built-in name, a local folder, or a Hugging Face id; `revision` is of the latter.
         device: ``"auto"`` and ``"cuda"`` are all visible GPUs, ``"cuda:0,1"`` some of them, ``"cpu"``; ``"cpu,cpu"`` is
             two workers on the CPU.
@@ -79,9 +84,13 @@ class EncodeConfig:
         decode: ``"processes"`` outlives a decoder that crashes, and stops one that hangs.
         timeout: seconds that reading an image, or decoding one, may take; the run is given up when nothing at all has
             moved for 30 times as long.
-        image_column, id_column, keep_columns: of Parquet inputs.
+        image_column, id_column, keep_columns: of inputs with columns; dots lead into structs. Of tars the extensions
+            of a sample's other members.
         recursive: descend into subfolders.
         limit: read only the first rows.
+        shard: ``"i/n"``: only piece i, from 0, of n equal ones, to be put together by `vlmembed merge`.
+        downloads: URLs that are fetched at a time, downloads_per_host: from one host.
+        allow_local_urls: let http URLs lead to this machine and to link-local addresses.
         dedup: hash the encoded ``"bytes"`` or the decoded ``"pixels"``.
         cache: folder of embeddings shared by runs, by content hash and encoder. cache_max_bytes: what it may grow to.
         reuse: outputs of earlier runs with the same encoder, whose embeddings are taken over.
@@ -91,6 +100,7 @@ class EncodeConfig:
         retry_failed: read and encode the failed rows of a finished output again, and nothing else.
         deterministic: every image travels alone, so that its embedding does not depend on its neighbours.
         rows_per_part: input rows that are committed together.
+        work_dir: local folder for the parts of a remote output; None is one in the user's cache.
     """
 
     inputs: tuple[str | os.PathLike[str], ...]
@@ -120,6 +130,10 @@ class EncodeConfig:
     keep_columns: tuple[str, ...] = ()
     recursive: bool = True
     limit: int | None = None
+    shard: str | None = None
+    downloads: int = 32
+    downloads_per_host: int = 16
+    allow_local_urls: bool = False
     dedup: str = "bytes"
     cache: str | os.PathLike[str] | None = None
     cache_max_bytes: int = DEFAULT_CACHE_BYTES
@@ -130,6 +144,8 @@ class EncodeConfig:
     overwrite: bool = False
     deterministic: bool = False
     rows_per_part: int | None = None
+    format: str = "auto"
+    work_dir: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         self._check_lists()

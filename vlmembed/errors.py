@@ -41,6 +41,7 @@ class FailureCode(StrEnum):
     DECODER_CRASH = "decoder_crash"
     NON_FINITE = "non_finite"
     UNREADABLE = "unreadable"
+    FETCH_FAILED = "fetch_failed"
     NULL = "null"
 
 

@@ -25,6 +25,7 @@ from vlmembed.types import (
     Embedded,
     EmbeddingBatch,
     EncodedImage,
+    EndOfInput,
     Failure,
     ImageRef,
     PackedBatch,
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from vlmembed.writer import Writer
 
 Image = TypeVar("Image", EncodedImage, UniqueImage)
-Event: TypeAlias = ImageRef | Failure | Embedded | EmbeddingBatch
+Event: TypeAlias = ImageRef | Failure | Embedded | EmbeddingBatch | EndOfInput
 
 logger = logging.getLogger(__name__)
 
@@ -151,15 +152,17 @@ class Pipeline:
         """How many threads work in each stage."""
         return {"read": 1, "dedup": 1, "decode": self._num_workers, "pack": 1, "encode": 1, "write": 1}
 
-    def run(self, start: int, num_rows: int, bar: ProgressBar) -> None:
-        """Take rows `start` to `num_rows` through all stages; returns when the last one is committed.
+    def run(self, start: int, limit: int | None, bar: ProgressBar) -> None:
+        """Take the rows from `start` on through all stages; returns when the last one is committed.
+
+        `limit` is the number of the row before which it ends; None is the source's end.
 
         Raises:
             VlmembedError: whatever ended the run. KeyboardInterrupt passes through, after the threads have ended.
         """
         self.num_rows_read = start
         threads = [
-            threading.Thread(target=self._guard, args=(self._read, start, num_rows), name="reader", daemon=True),
+            threading.Thread(target=self._guard, args=(self._read, start, limit), name="reader", daemon=True),
             threading.Thread(target=self._guard, args=(self._write,), name="writer", daemon=True),
         ]
         with self._watchdog.watching(), self._joined(threads):
@@ -188,7 +191,7 @@ class Pipeline:
         if self._errors:
             raise self._errors[0]
 
-    def _guard(self, stage: Callable[..., None], *arguments: int) -> None:
+    def _guard(self, stage: Callable[..., None], *arguments: int | None) -> None:
         try:
             stage(*arguments)
         except StoppedError:
@@ -212,14 +215,16 @@ class Pipeline:
         with self.clock.measure("give to writer"):
             self._events.put(event)
 
-    def _read(self, start: int, num_rows: int) -> None:
-        rows = self.clock.iterate("read", islice(self._source.read(start), num_rows - start))
+    def _read(self, start: int, limit: int | None) -> None:
+        left = None if limit is None else limit - start
+        rows = self.clock.iterate("read", islice(self._source.read(start), left))
         images = self.clock.iterate("wait", self._images(self._counted(rows)))
         packs = pack(images, self._layout, self.packing, alone=self._config.deterministic)
         for batch in self.clock.iterate("pack", packs):
             with self.clock.measure("give to encoder"):
                 self._packs.put(batch)
             self._watchdog.moved()
+        self._put(EndOfInput(num_rows=self.num_rows_read))
         self._packs.close()
 
     def _counted(self, rows: Iterator[EncodedImage]) -> Iterator[EncodedImage]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from vlmembed.parts import read_records
 from vlmembed.preprocess import RESIZER
 from vlmembed.provenance import difference, make_fingerprint, make_provenance
 from vlmembed.schema import output_schema, read_provenance, read_success, with_provenance
+from vlmembed.sources.base import expected_rows
 from vlmembed.towers import open_tower
 from vlmembed.tuning import check_choices, load_encoder
 from vlmembed.workers import WorkerPool
@@ -65,7 +67,10 @@ class Earlier:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Plan:
-    """A run with everything decided. `config` has no ``auto`` left."""
+    """A run with everything decided. `config` has no ``auto`` left.
+
+    `num_rows` is None where only reading the source will tell.
+    """
 
     config: EncodeConfig
     paths: OutputPaths
@@ -73,7 +78,7 @@ class Plan:
     encoder: Encoder | WorkerPool
     rule: ResizeRule
     vectors: tuple[VectorColumn, ...]
-    num_rows: int
+    num_rows: int | None
     schema: pa.Schema
     facts: dict[str, Any]
 
@@ -122,7 +127,8 @@ def make_plan(config: EncodeConfig, paths: OutputPaths, source: Source, earlier:
     _check_budget(config.max_tokens_per_batch, rule)
     vectors = vector_columns(config, blueprint)
     schema = output_schema(vectors, source.kept_schema)
-    num_rows = min(source.num_rows, config.limit or source.num_rows)
+    num_rows = None if source.num_rows is None else min(source.num_rows, config.limit or source.num_rows)
+    expected = min(expected_rows(source), config.limit or sys.maxsize)
 
     def settle(before: dict[str, Any] | None) -> tuple[EncodeConfig, dict[str, Any]]:
         dtype = _inherited_dtype(config, before) or pick_dtype(config.dtype, devices[0])
@@ -141,7 +147,7 @@ def make_plan(config: EncodeConfig, paths: OutputPaths, source: Source, earlier:
     if before:
         decided = _inherit_tuning(_inherit_shape(decided, before), before, devices)
     check_choices(decided, devices[0])
-    encoder, settled = _load(decided, devices, blueprint, vectors, rule=rule, num_rows=num_rows)
+    encoder, settled = _load(decided, devices, blueprint, vectors, rule=rule, num_rows=expected)
     fingerprint["weights_sha256"] = settled.model["weights_sha256"]
     if before and (lines := difference(before["fingerprint"], fingerprint)):
         encoder.close()
@@ -256,7 +262,7 @@ def _fingerprint(
     source: Source,
     *,
     vectors: tuple[VectorColumn, ...],
-    num_rows: int,
+    num_rows: int | None,
 ) -> dict[str, Any]:
     """Without the weights' hash, which is known once they have been read."""
     pool = pick_pool(config, blueprint)

@@ -76,16 +76,19 @@ class StageClock:
 
 
 class ProgressBar:
-    """A tqdm bar on stderr that counts committed rows. Silent where `enabled` is false."""
+    """A tqdm bar on stderr that counts committed rows, of `total` where that is known. Silent where `enabled` is
+    false."""
 
-    def __init__(self, total: int, *, initial: int, enabled: bool) -> None:
+    def __init__(self, total: int | None, *, initial: int, enabled: bool) -> None:
         self._bar: tqdm[None] = tqdm(
             total=total,
             initial=initial,
             disable=not enabled,
             smoothing=0,
             dynamic_ncols=True,
-            bar_format="{n_fmt}/{total_fmt} rows [{elapsed}<{remaining}{postfix}] {bar}",
+            bar_format="{n_fmt} rows [{elapsed}{postfix}]"
+            if total is None
+            else "{n_fmt}/{total_fmt} rows [{elapsed}<{remaining}{postfix}] {bar}",
         )
 
     def committed(self, num_rows: int) -> None:

@@ -39,7 +39,7 @@ def make_fingerprint(
     vectors: Sequence[Mapping[str, Any]],
     source_sha256: str,
     keys_sha256: str,
-    num_rows: int,
+    num_rows: int | None,
 ) -> dict[str, Any]:
     """What two runs must share for one to go on where the other stopped."""
     fingerprint = {
@@ -58,6 +58,7 @@ def make_fingerprint(
         "source_sha256": source_sha256,
         "keys_sha256": keys_sha256,
         "num_rows": num_rows,
+        **({"limit": config.limit} if num_rows is None and config.limit else {}),
         **{name: True for name in ("deterministic", "retry_failed") if getattr(config, name)},
     }
     plain: dict[str, Any] = json.loads(json.dumps(fingerprint))  # as it will be read back: tuples are lists
@@ -72,6 +73,7 @@ _OF_THE_RUN = (
     "source_sha256",
     "keys_sha256",
     "num_rows",
+    "limit",
     "retry_failed",
 )
 """Entries of a fingerprint that say which rows a run has, not what becomes of an image."""

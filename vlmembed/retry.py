@@ -123,8 +123,8 @@ class Retry:
                 f"{facts['counts']['failed']}: they do not belong together"
             )
             raise InputError(msg)
-        if facts["fingerprint"]["num_rows"] > source.num_rows:
-            had = facts["fingerprint"]["num_rows"]
+        had = facts["fingerprint"]["num_rows"]
+        if had is not None and source.num_rows is not None and had > source.num_rows:
             msg = f"the inputs have {source.num_rows} rows and had {had} when {paths.output} was written: --overwrite"
             raise InputError(msg)
 

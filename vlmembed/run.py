@@ -66,7 +66,8 @@ def encode(config: EncodeConfig, *, progress: bool = False, hung: Callable[[], N
     _finish_earlier_publication(paths)
     with ExitStack() as stack:
         source = stack.enter_context(closing(open_source(config, paths.all())))
-        logger.info("%d rows listed in %.1f s", source.num_rows, time.perf_counter() - began)
+        shown = "rows to be counted while they are read" if source.num_rows is None else f"{source.num_rows} rows"
+        logger.info("%s, listed in %.1f s", shown, time.perf_counter() - began)
         earlier = find_earlier(paths, overwrite=config.overwrite)
         retry = Retry(paths, earlier.output, source) if config.retry_failed else None
         if retry is None:
@@ -153,14 +154,15 @@ def _run(plan: Plan, retry: Retry | None, *, began: float, progress: bool, hung:
     with _output_to_fill(plan, retry) as earlier:
         pipeline, writer = _run_pipeline(plan, store, earlier, progress=progress, hung=hung)
         counts = writer.finish(pipeline.num_rows_read)
+        num_rows = pipeline.num_rows_read
         if retry is None:
-            facts = plan.facts | {"counts": _counts(plan, store, counts)}
+            facts = plan.facts | {"counts": _counts(plan, store, num_rows, counts)}
             assemble(store, plan.paths, facts)
         else:
             facts = retry.finish(store, plan.facts, earlier if plan.config.dedup != "none" else None)
     if retry is None and not counts["embedded"]:
         shown = ", ".join(f"{count} {code}" for code, count in facts["counts"]["codes"].items())
-        msg = f"not one of {plan.num_rows} rows has an embedding ({shown}); the reasons are in {plan.paths.errors}"
+        msg = f"not one of {num_rows} rows has an embedding ({shown}); the reasons are in {plan.paths.errors}"
         raise NothingEmbeddedError(msg)
     seconds = time.perf_counter() - ready
     stage, share = pipeline.clock.busiest(pipeline.stage_threads, seconds)
@@ -186,9 +188,9 @@ def _run(plan: Plan, retry: Retry | None, *, began: float, progress: bool, hung:
     )
 
 
-def _counts(plan: Plan, store: PartStore, counts: dict[str, int]) -> dict[str, object]:
+def _counts(plan: Plan, store: PartStore, num_rows: int, counts: dict[str, int]) -> dict[str, object]:
     codes = dict(store.codes().most_common())
-    return {"rows": plan.num_rows, **counts, "codes": codes, "skipped": dict(plan.source.skipped)}
+    return {"rows": num_rows, **counts, "codes": codes, "skipped": dict(plan.source.skipped)}
 
 
 def _output_to_fill(plan: Plan, retry: Retry | None) -> AbstractContextManager[EarlierOutputs | None]:
@@ -237,7 +239,7 @@ def _run_pipeline(
             clock=StageClock(),
             hung=hung,
         )
-        pipeline.run(start, plan.num_rows, bar)
+        pipeline.run(start, config.limit if plan.num_rows is None else plan.num_rows, bar)
     return pipeline, writer
 
 

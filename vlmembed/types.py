@@ -71,6 +71,13 @@ class UniqueImage:
     content: bytes
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndOfInput:
+    """The source is read to its end: it has `num_rows` rows, those of an earlier start included."""
+
+    num_rows: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PatchedImage:
     """A decoded, resized image cut into patches.

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from vlmembed.errors import AccountingError, FailureCode, RowFailedError
 from vlmembed.parts import PartRecord
-from vlmembed.types import Embedded, EmbeddingBatch, Failure, ImageRef
+from vlmembed.types import Embedded, EmbeddingBatch, EndOfInput, Failure, ImageRef
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,6 +38,7 @@ class _OpenPart:
 class Writer:
     """Takes `ImageRef`s in row order and outcomes in any order; commits each part when it is complete.
 
+    `num_rows` is None where the source counts its rows by reading them: `EndOfInput` then tells.
     `on_computed` then gets what was encoded for it, with content hashes: what is committed, and nothing else, so that
     the parts that a stopped run has still to make are not made another way because of it.
     """
@@ -46,7 +47,7 @@ class Writer:
         self,
         store: PartStore,
         *,
-        num_rows: int,
+        num_rows: int | None,
         rows_per_part: int,
         kept: pa.Schema,
         on_error: str,
@@ -63,7 +64,7 @@ class Writer:
         self._open: dict[int, _OpenPart] = {}
         self._next_part = len(store.records)
 
-    def add(self, item: ImageRef | Failure | Embedded | EmbeddingBatch) -> None:
+    def add(self, item: ImageRef | Failure | Embedded | EmbeddingBatch | EndOfInput) -> None:
         """Take one value from upstream.
 
         Raises:
@@ -77,6 +78,8 @@ class Writer:
             self._fail(item)
         elif isinstance(item, Embedded):
             self._add_embedded(item)
+        elif isinstance(item, EndOfInput):
+            self._end(item.num_rows)
         else:
             self._add_embeddings(item)
         while (ready := self._open.get(self._next_part)) is not None and ready.is_complete:
@@ -88,9 +91,20 @@ class Writer:
         number = row // self._rows_per_part
         if number not in self._open:
             first_row = number * self._rows_per_part
-            num_rows = min(self._rows_per_part, self._num_rows - first_row)
-            self._open[number] = _OpenPart(first_row=first_row, num_rows=num_rows)
+            self._open[number] = _OpenPart(first_row=first_row, num_rows=self._size_of(first_row))
         return self._open[number]
+
+    def _size_of(self, first_row: int) -> int:
+        """Rows of the part that begins at `first_row`."""
+        left = self._rows_per_part if self._num_rows is None else self._num_rows - first_row
+        return min(self._rows_per_part, left)
+
+    def _end(self, num_rows: int) -> None:
+        """What was not known before is known now: where the last part ends."""
+        if self._num_rows is None:
+            self._num_rows = num_rows
+            for part in self._open.values():
+                part.num_rows = self._size_of(part.first_row)
 
     def _fail(self, failure: Failure) -> None:
         part = self._part_of(failure.row)

@@ -19,16 +19,25 @@ def rows_between(rows: Sequence[int], first: int, num_rows: int) -> Sequence[int
     return rows[bisect_left(rows, first) : bisect_left(rows, first + num_rows)]
 
 
+def expected_rows(source: Source) -> int:
+    """About how many rows a source has: exact where it knows, else an estimate of its own (`expected_rows`)."""
+    return source.num_rows if source.num_rows is not None else getattr(source, "expected_rows", 0)
+
+
 class Source(Protocol):
     """A finite, ordered, repeatable stream of rows.
 
     Attributes:
-        num_rows: how many rows `read` yields from the start.
+        num_rows: how many rows `read` yields from the start; None where that is known only once they have been read.
         skipped: files that are no rows, counted by kind.
         kept_schema: schema of the kept source columns; empty where there are none.
     """
 
-    num_rows: int
+    @property
+    def num_rows(self) -> int | None:
+        """See above."""
+        ...
+
     skipped: Counter[str]
     kept_schema: pa.Schema
 

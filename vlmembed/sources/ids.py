@@ -1,14 +1,15 @@
-"""The ids that a column of a Parquet file gives its rows."""
+"""Ids that are unique: those that a column of the input gives its rows, and those made of names."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import sqlite3
+import tempfile
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from vlmembed.errors import InputError
+from vlmembed.errors import InputError, StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,3 +60,56 @@ class IdIndex:
 
     def __exit__(self, *_: object) -> None:
         self._database.close()
+
+
+CACHE_KIB = 32 * 1024
+"""Memory that the scratch database of `UniqueNames` holds; more of it lies on disk."""
+
+
+class UniqueNames:
+    """Makes ids of names that may repeat: the second ``a.jpg`` becomes ``a.jpg#2``, the third ``a.jpg#3``.
+
+    An id is never given twice, also where a name looks like one that was made here. The same names in the same order
+    have the same ids. Memory stays flat.
+    """
+
+    def __init__(self) -> None:
+        self._database = sqlite3.connect("", isolation_level=None)  # a scratch database, on disk once it grows
+        for pragma in ("journal_mode = OFF", "synchronous = OFF", f"cache_size = -{CACHE_KIB}"):
+            self._database.execute(f"PRAGMA {pragma}")
+        self._database.execute("CREATE TABLE names (name TEXT PRIMARY KEY, copies INTEGER) WITHOUT ROWID")
+        self._database.execute("BEGIN")  # one transaction: nothing here is to outlive the process
+
+    def key(self, name: str) -> str:
+        """The id of the next thing called `name`, which is valid Unicode (`escape_name`).
+
+        Raises:
+            StorageError: the scratch database cannot grow.
+        """
+        try:
+            if self._is_new(name):
+                return name
+            known = "SELECT copies FROM names WHERE name = ?"
+            number = int(self._database.execute(known, (name,)).fetchone()[0]) + 1
+            while not self._is_new(key := f"{name}#{number}"):
+                number += 1
+            self._database.execute("UPDATE names SET copies = ? WHERE name = ?", (number, name))
+        except sqlite3.Error as error:
+            msg = f"cannot write the list of ids into {tempfile.gettempdir()} ({error}): make room, or set TMPDIR"
+            raise StorageError(msg) from error
+        return key
+
+    def _is_new(self, name: str) -> bool:
+        """Take a name, if it is still free."""
+        inserted = self._database.execute("INSERT OR IGNORE INTO names VALUES (?, 1)", (name,)).rowcount
+        return bool(inserted)
+
+    def close(self) -> None:
+        """Drop the scratch database."""
+        self._database.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
