@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import glob
-import hashlib
 import os
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pyarrow as pa
-
 from vlmembed.errors import ConfigError, InputError
-from vlmembed.sources.base import rows_between
+from vlmembed.sources.chained import ChainedSource
 from vlmembed.sources.folder import FolderSource, Walk, escape_name, identity_of, is_parquet, key_of
 from vlmembed.sources.parquet import ParquetSource
 from vlmembed.sources.readahead import ReadAhead
@@ -26,45 +22,6 @@ if TYPE_CHECKING:
     from vlmembed.types import EncodedImage
 
 __all__ = ["open_source"]
-
-
-class ChainedSource:
-    """Several sources, one after the other, as one."""
-
-    def __init__(self, sources: Sequence[Source]) -> None:
-        self._sources = sources
-        self.num_rows = sum(source.num_rows for source in sources)
-        self.digest = _joint(source.digest for source in sources)
-        self.keys_digest = _joint(source.keys_digest for source in sources)
-        self.skipped: Counter[str] = Counter()
-        self.kept_schema = pa.schema([])
-
-    def read(self, start: int) -> Iterator[EncodedImage]:
-        """Yield the rows of each source, numbered through."""
-        first_row = 0
-        for source in self._sources:
-            for image in source.read(max(0, start - first_row)):
-                yield replace(image, row=first_row + image.row)
-            first_row += source.num_rows
-
-    def read_rows(self, rows: Sequence[int]) -> Iterator[EncodedImage]:
-        """Yield the rows of each source that are among these."""
-        first_row = 0
-        for source in self._sources:
-            wanted = rows_between(rows, first_row, source.num_rows)
-            if wanted:
-                for image in source.read_rows([row - first_row for row in wanted]):
-                    yield replace(image, row=first_row + image.row)
-            first_row += source.num_rows
-
-    def close(self) -> None:
-        """Close every source."""
-        for source in self._sources:
-            source.close()
-
-
-def _joint(digests: Iterable[str]) -> str:
-    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
 class Listing:
@@ -179,7 +136,7 @@ def _assemble(config: EncodeConfig, listing: Listing, skipped: Counter[str]) -> 
     if source.num_rows == 0:
         msg = f"{', '.join(map(str, config.inputs))}: the Parquet files have no rows"
         raise InputError(msg)
-    source.skipped = skipped
+    sources[0].skipped.update(skipped)
     return source
 
 

@@ -28,7 +28,8 @@ class Source(Protocol):
     """A finite, ordered, repeatable stream of rows.
 
     Attributes:
-        num_rows: how many rows `read` yields from the start; None where that is known only once they have been read.
+        num_rows: how many rows `read` yields from the start; None where that is not known before they have been read to
+            the end once.
         skipped: files that are no rows, counted by kind.
         kept_schema: schema of the kept source columns; empty where there are none.
     """

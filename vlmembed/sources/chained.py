@@ -1,0 +1,78 @@
+"""Several sources, one after the other."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from vlmembed.sources.base import expected_rows, rows_between
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from vlmembed.sources.base import Source
+    from vlmembed.types import EncodedImage
+
+MAX_ROW = 2**63 - 1
+
+
+class ChainedSource:
+    """Several sources, one after the other, as one."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = sources
+        self.digest = _joint(source.digest for source in sources)
+        self.keys_digest = _joint(source.keys_digest for source in sources)
+        self.kept_schema = pa.schema([])
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows of all; None while one does not know its own."""
+        counts = [source.num_rows for source in self._sources]
+        known = [count for count in counts if count is not None]
+        return sum(known) if len(known) == len(counts) else None
+
+    @property
+    def expected_rows(self) -> int:
+        """About how many there are."""
+        return sum(map(expected_rows, self._sources))
+
+    @property
+    def skipped(self) -> Counter[str]:
+        """Of all."""
+        return sum((source.skipped for source in self._sources), Counter())
+
+    def read(self, start: int) -> Iterator[EncodedImage]:
+        """Yield the rows of each source, numbered through."""
+        first_row = 0
+        for source in self._sources:
+            if source.num_rows is None or start < first_row + source.num_rows:
+                for image in source.read(max(0, start - first_row)):
+                    yield replace(image, row=first_row + image.row)
+            assert source.num_rows is not None  # it was read to its end
+            first_row += source.num_rows
+
+    def read_rows(self, rows: Sequence[int]) -> Iterator[EncodedImage]:
+        """Yield the rows of each source that are among these."""
+        first_row = 0
+        for source in self._sources:
+            wanted = rows_between(rows, first_row, MAX_ROW if source.num_rows is None else source.num_rows)
+            if wanted:
+                for image in source.read_rows([row - first_row for row in wanted]):
+                    yield replace(image, row=first_row + image.row)
+            if source.num_rows is None:  # all were found before its end
+                return
+            first_row += source.num_rows
+
+    def close(self) -> None:
+        """Close every source."""
+        for source in self._sources:
+            source.close()
+
+
+def _joint(digests: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
