@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 CPU, META = torch.device("cpu"), torch.device("meta")
 CONFIGS = json.loads((Path(__file__).parent / "vision_configs.json").read_text())
 SIZES = [(60, 84), (56, 56), (150, 145), (1, 1), (112, 30), (84, 126)]
-DTYPES = [torch.float32, torch.bfloat16]
 DTYPES_OF_FEW = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]  # emulated here: slow
 
 PIL_PROCESSORS = {
@@ -285,7 +284,7 @@ def worst_cosine(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @each(GRID)
-@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES_OF_FEW, ids=["float32", "bfloat16"])
 def test_tokens_are_what_the_language_model_is_fed(case: Case, dtype: torch.dtype) -> None:
     least = 0.99999 if dtype == torch.float32 else 0.999
     images = pictures()
@@ -327,7 +326,7 @@ def test_patch_tokens_are_the_last_hidden_state(case: Case, dtype: torch.dtype) 
 
 
 @each(DENSE)
-@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES_OF_FEW, ids=["float32", "bfloat16"])
 def test_pooled_vectors_are_transformers_own(case: Case, dtype: torch.dtype) -> None:
     images, reference = pictures(), case.in_dtype(dtype)
     tower, batch = case.tower(dtype), case.pack(images, "native")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import tomli_w
 
 from vlmembed.errors import ConfigError
+from vlmembed.shards import parse_shard
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -170,6 +171,8 @@ class EncodeConfig:
         if self.retry_failed and self.overwrite:
             msg = "retry_failed keeps what is embedded, and overwrite starts anew: leave one out"
             raise ConfigError(msg)
+        if self.shard is not None:
+            parse_shard(self.shard)
         if self.deterministic and self.cuda_graphs == "on":
             msg = "deterministic runs no CUDA graphs, which fill packs up to other shapes: leave cuda_graphs on out"
             raise ConfigError(msg)

@@ -24,6 +24,7 @@ from vlmembed.preprocess import RESIZER
 from vlmembed.provenance import difference, make_fingerprint, make_provenance
 from vlmembed.schema import output_schema, read_provenance, read_success, with_provenance
 from vlmembed.sources.base import expected_rows
+from vlmembed.sources.shard import shard_entries
 from vlmembed.towers import open_tower
 from vlmembed.tuning import check_choices, load_encoder
 from vlmembed.workers import WorkerPool
@@ -266,7 +267,7 @@ def _fingerprint(
 ) -> dict[str, Any]:
     """Without the weights' hash, which is known once they have been read."""
     pool = pick_pool(config, blueprint)
-    return make_fingerprint(
+    fingerprint = make_fingerprint(
         config,
         model={"weights_sha256": "", "config_sha256": blueprint.files.config_sha256},
         preprocessing={**rule.describe(), "pixel_policy": PIXEL_POLICY, "resizer": RESIZER},
@@ -277,6 +278,7 @@ def _fingerprint(
         keys_sha256=source.keys_digest,
         num_rows=num_rows,
     )
+    return fingerprint | shard_entries(source)
 
 
 def _check_budget(budget: int | None, rule: ResizeRule) -> None:

@@ -75,8 +75,13 @@ _OF_THE_RUN = (
     "num_rows",
     "limit",
     "retry_failed",
+    "shard",
+    "whole",
 )
 """Entries of a fingerprint that say which rows a run has, not what becomes of an image."""
+
+FOLLOWS_SHARD = ("source_sha256", "keys_sha256", "num_rows", "whole")
+"""Entries that differ from shard to shard of one run."""
 
 
 def encoder_fingerprint(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,14 +93,19 @@ def encoder_fingerprint(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
 def difference(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """One line per entry in which two fingerprints disagree."""
     lines = []
+    is_same_shard = earlier.get("shard") == now.get("shard")
+    is_same_list = earlier.get("source_sha256") == now.get("source_sha256")
     for name in sorted(set(earlier) | set(now)):
         before, after = earlier.get(name), now.get(name)
-        if before == after:
+        if before == after or (name in FOLLOWS_SHARD and not is_same_shard):
             continue
         if name == "source_sha256":
             lines.append("the list of inputs: names, sizes or change times are not what they were")
         elif name == "keys_sha256":
-            lines += ["the list of inputs: other names"] * (earlier.get("source_sha256") == now.get("source_sha256"))
+            lines += ["the list of inputs: other names"] * is_same_list
+        elif name == "whole":
+            sizes = before["num_rows"], after["num_rows"]
+            lines += [f"the whole that it is a shard of: {sizes[0]} rows there, {sizes[1]} now"] * is_same_list
         else:
             lines.append(f"{name}: {json.dumps(before)} there, {json.dumps(after)} now")
     return lines

@@ -131,7 +131,8 @@ class Retry:
     @property
     def fingerprint(self) -> dict[str, Any]:
         """What the run of the failed rows must have: that of the output, but for what says which rows are read."""
-        return dict(self.facts["fingerprint"]) | {
+        of_output = self.facts["fingerprint"]
+        return {name: value for name, value in of_output.items() if name not in ("shard", "whole")} | {
             "source_sha256": self.source.digest,
             "num_rows": self.source.num_rows,
             "retry_failed": True,

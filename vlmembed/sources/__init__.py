@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlmembed.errors import ConfigError, InputError
+from vlmembed.shards import parse_shard
 from vlmembed.sources.chained import ChainedSource
 from vlmembed.sources.folder import FolderSource, Walk, escape_name, identity_of, is_parquet, key_of
 from vlmembed.sources.parquet import ParquetSource
 from vlmembed.sources.readahead import ReadAhead
+from vlmembed.sources.shard import ShardSource
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -133,6 +135,8 @@ def _assemble(config: EncodeConfig, listing: Listing, skipped: Counter[str]) -> 
         for entry in listing.entries
     ]
     source = sources[0] if len(sources) == 1 else ChainedSource(sources)
+    if config.shard is not None:
+        source = ShardSource(source, *parse_shard(config.shard), limit=config.limit)
     if source.num_rows == 0:
         msg = f"{', '.join(map(str, config.inputs))}: the Parquet files have no rows"
         raise InputError(msg)
