@@ -411,7 +411,7 @@ def test_columns_that_cannot_be_found(tmp_path: Path) -> None:
     pq.write_table(table(image=["path.png"], n=[1]), tmp_path / "u.parquet")
     with pytest.raises(InputError, match=r"u.parquet: column 'image' is string, and binary in t.parquet"):
         opened(tmp_path)
-    with pytest.raises(ConfigError, match="--id-column is for Parquet inputs only"):
+    with pytest.raises(ConfigError, match="--id-column is for inputs with columns only"):
         opened(SAMPLES, id_column="n")
 
 

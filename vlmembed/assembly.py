@@ -1,4 +1,5 @@
-"""The parts of a run become its output: one file, streamed together, or the files of a folder; and the errors file."""
+"""The parts of a run become its output: one file or Lance dataset, streamed together, or the files of a folder; and
+the errors file."""
 
 from __future__ import annotations
 
@@ -9,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from vlmembed.atomic import atomic, atomic_folder
 from vlmembed.errors import AccountingError, StorageError
-from vlmembed.output import SUCCESS, atomic, publish
+from vlmembed.lance_output import write_lance
+from vlmembed.output import SUCCESS, publish
 from vlmembed.parts import storing, writer_options
 from vlmembed.schema import ERRORS_SCHEMA, with_provenance
 
@@ -26,11 +29,16 @@ MAX_GROUP_ROWS = 10_000
 MAX_GROUP_BYTES = 64 * 2**20
 """Bounds of the output's row groups, so that readers can seek."""
 
+MAX_TOKEN_GROUP_BYTES = 8 * 2**20
+"""The same where tokens are stored, which `read_tokens` fetches image by image: it reads the footer, of which a row
+group takes 0.8 kB, and one row group. For a file of 80 GB that is least with 8 MiB."""
+
 READY_PREFIX = "ready."
 READY = READY_PREFIX + "parquet"
 READY_ERRORS = READY_PREFIX + "errors.parquet"
+READY_LANCE = READY_PREFIX + "lance"
 READY_SUCCESS = READY_PREFIX + "success"
-"""Files in the partial folder that only have to be moved into their places."""
+"""What is in the partial folder and only has to be moved into its place."""
 
 
 def assemble(store: PartStore, paths: OutputPaths, provenance: Mapping[str, Any]) -> None:
@@ -49,15 +57,32 @@ def assemble(store: PartStore, paths: OutputPaths, provenance: Mapping[str, Any]
     if paths.is_folder:
         publish_folder(paths, records, provenance, {record.file_name: record.file_name for record in records})
         return
-    moves, removes = {READY_ERRORS: paths.errors.name}, []
     if num_rows:
-        with storing(paths.partial / READY):
-            pieces = read_groups([paths.partial / record.file_name for record in records], store.schema)
-            schema = with_provenance(store.schema, provenance)
-            concatenate(paths.partial / READY, schema, pieces, num_rows, store.vectors)
-        moves[READY] = paths.output.name
+        pieces = read_groups([paths.partial / record.file_name for record in records], store.schema)
+        publish_rows(paths, with_provenance(store.schema, provenance), pieces, num_rows, store.vectors)
+        return
+    with storing(paths.output):  # --overwrite: what stood there is no result of this run
+        publish(paths, {READY_ERRORS: paths.errors.name}, [paths.output.name])
+
+
+def publish_rows(
+    paths: OutputPaths, schema: pa.Schema, pieces: Iterable[pa.Table], num_rows: int, vectors: tuple[VectorColumn, ...]
+) -> None:
+    """Make one file or Lance dataset of the rows, and move it and the errors file, which is ready, into their places.
+
+    Raises:
+        AccountingError: there are not `num_rows` of them. StorageError: the disk is full, or the like.
+    """
+    moves, removes = {READY_ERRORS: paths.errors.name}, []
+    if paths.format == "lance":
+        with storing(paths.partial / READY_LANCE), atomic_folder(paths.partial / READY_LANCE) as folder:
+            _check_count(paths.output, write_lance(folder, schema, pieces), num_rows)
+        moves[READY_LANCE] = paths.output.name  # the last move: see `publish`
+        removes = [paths.output.name]
     else:
-        removes = [paths.output.name]  # --overwrite: what stood there is no result of this run
+        with storing(paths.partial / READY):
+            concatenate(paths.partial / READY, schema, pieces, num_rows, vectors)
+        moves[READY] = paths.output.name
     with storing(paths.output):
         publish(paths, moves, removes)
 
@@ -106,13 +131,15 @@ def concatenate(
         AccountingError: they do not have `num_rows` rows.
     """
     written = 0
+    max_group_bytes = MAX_TOKEN_GROUP_BYTES if any(column.per_token for column in vectors) else MAX_GROUP_BYTES
     with atomic(target) as path:
-        with pq.ParquetWriter(path, schema, **writer_options(schema, vectors)) as writer:
+        options = writer_options(schema, vectors)
+        with pq.ParquetWriter(path, schema, write_page_index=True, **options) as writer:
             waiting = schema.empty_table()
             for piece in pieces:
                 waiting = pa.concat_tables([waiting, piece.cast(schema)])
                 bytes_per_row = max(1, waiting.nbytes // max(1, waiting.num_rows))
-                group_rows = max(1, min(MAX_GROUP_ROWS, MAX_GROUP_BYTES // bytes_per_row))
+                group_rows = max(1, min(MAX_GROUP_ROWS, max_group_bytes // bytes_per_row))
                 whole = waiting.num_rows // group_rows * group_rows
                 if whole:
                     writer.write_table(waiting.slice(0, whole), row_group_size=group_rows)
@@ -121,9 +148,14 @@ def concatenate(
             if waiting.num_rows:
                 writer.write_table(waiting, row_group_size=waiting.num_rows)
                 written += waiting.num_rows
-        if written != num_rows or pq.read_metadata(path).num_rows != num_rows:
-            msg = f"{target} would hold {written} rows where its parts' lines promise {num_rows}; the parts are kept"
-            raise AccountingError(msg)
+        _check_count(target, written, num_rows)
+        _check_count(target, pq.read_metadata(path).num_rows, num_rows)
+
+
+def _check_count(target: Path, written: int, promised: int) -> None:
+    if written != promised:
+        msg = f"{target} would hold {written} rows where its parts' lines promise {promised}; the parts are kept"
+        raise AccountingError(msg)
 
 
 def read_groups(files: Iterable[Path], schema: pa.Schema) -> Iterator[pa.Table]:

@@ -10,6 +10,7 @@ import signal
 import sys
 import textwrap
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +113,10 @@ def cli() -> None:
 @click.option("--no-progress", is_flag=True, help="No bar, also on a terminal.")
 @click.option("-v", "--verbose", is_flag=True, help="Log more on stderr.")
 def encode(*, no_progress: bool, verbose: bool, keep_columns: tuple[str, ...], **settings: Any) -> None:  # noqa: ANN401
-    """Embed the pictures of INPUT... (folders, files, globs, Parquet) into the Parquet file OUTPUT.
+    """Embed the pictures of INPUT... into the Parquet file OUTPUT (or a folder, OUTPUT/, or a Lance dataset, x.lance).
+
+    INPUT is a folder, picture, pattern, Parquet file, tar, zip, Hugging Face or Lance dataset, a list of paths or URLs
+    (.txt, .csv, .jsonl), or - for a list on standard input; on disk, or behind s3://, gs://, https://, hf://.
 
     Rows that fail go to OUTPUT's .errors.parquet. An interrupted run goes on when the same command is given again.
     """
@@ -136,16 +140,18 @@ def encode(*, no_progress: bool, verbose: bool, keep_columns: tuple[str, ...], *
 
 
 @cli.command()
-@click.argument("file", type=click.Path(path_type=Path))
-def inspect(file: Path) -> None:
+@click.argument("file")
+def inspect(file: str) -> None:
     """Show rows, width, duplicates, failures, provenance and the nearest pairs of an output FILE."""
     from vlmembed.inspect import inspect as run_inspect  # noqa: PLC0415  keeps `--help` light
+    from vlmembed.localcopy import local_copy  # noqa: PLC0415  the same
 
-    click.echo(describe_inspection(run_inspect(file)))
+    with local_copy(file) as path:
+        click.echo(describe_inspection(run_inspect(path)))
 
 
 @cli.command()
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file")
 @click.argument("inputs", nargs=-1, metavar="[INPUT...]")
 @click.option("--rows", "num_rows", type=int, default=100, show_default=True, help="How many, at random.")
 @click.option("--all", "check_all", is_flag=True, help="All rows.")
@@ -155,7 +161,7 @@ def inspect(file: Path) -> None:
 @click.option("-v", "--verbose", is_flag=True, help="Log more on stderr.")
 def verify(
     *,
-    file: Path,
+    file: str,
     inputs: tuple[str, ...],
     num_rows: int,
     check_all: bool,
@@ -165,12 +171,50 @@ def verify(
     """Read, hash and encode rows of the output FILE again, and report the largest deviation; exit code 3 beyond the
     tolerance. INPUT... stand for the recorded ones where the pictures have moved."""
     _set_up_logging(verbose=verbose)
+    from vlmembed.localcopy import local_copy  # noqa: PLC0415  keeps `--help` light
     from vlmembed.verify import verify as run_verify  # noqa: PLC0415  loads torch
 
-    found = run_verify(file, num_rows=None if check_all else num_rows, inputs=inputs, **settings)
+    with local_copy(file) as path:
+        found = run_verify(path, num_rows=None if check_all else num_rows, inputs=inputs, **settings)
     click.echo(describe_verification(found))
     if not found.is_good:
         sys.exit(EXIT_TOO_MANY_ERRORS)
+
+
+@cli.command()
+@click.argument("output")
+@click.argument("shards", nargs=-1, required=True, metavar="SHARD...")
+@click.option("--overwrite", is_flag=True, help="Replace an existing OUTPUT.")
+@click.option("-v", "--verbose", is_flag=True, help="Log more on stderr.")
+def merge(*, output: str, shards: tuple[str, ...], overwrite: bool, verbose: bool) -> None:
+    """Put the outputs of all shards (encode --shard i/n) together: OUTPUT then is what one run would have written.
+
+    Duplicates are found across shards.
+    """
+    _set_up_logging(verbose=verbose)
+    from vlmembed.merge import merge as run_merge  # noqa: PLC0415  keeps `--help` light
+    from vlmembed.localcopy import local_copy  # noqa: PLC0415  the same
+
+    with ExitStack() as stack:
+        paths = [str(stack.enter_context(local_copy(shard))) for shard in shards]
+        click.echo(describe_report(run_merge(paths, output, overwrite=overwrite)))
+
+
+@cli.command()
+@click.argument("output")
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--dtype", type=click.Choice(["float32", "float16"]), default="float32", show_default=True)
+@click.option("--no-duplicates", is_flag=True, help="Leave rows out that repeat another's content.")
+@click.option("--overwrite", is_flag=True, help="Replace what an earlier export left in FOLDER.")
+def export(*, output: str, folder: Path, dtype: str, no_duplicates: bool, overwrite: bool) -> None:
+    """Write the vectors of OUTPUT as FOLDER/embeddings.npy, and their ids as FOLDER/ids.jsonl, a JSON string a line:
+    what faiss and other indexes take."""
+    from vlmembed.export import export as run_export  # noqa: PLC0415  keeps `--help` light
+    from vlmembed.localcopy import local_copy  # noqa: PLC0415  the same
+
+    with local_copy(output) as path:
+        found = run_export(str(path), folder, dtype=dtype, duplicates=not no_duplicates, overwrite=overwrite)
+    click.echo(f"{found.folder}: {found.num_rows:,} rows of {found.width} values in embeddings.npy, ids in ids.jsonl")
 
 
 @cli.command()

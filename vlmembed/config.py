@@ -168,13 +168,20 @@ class EncodeConfig:
         if not (isinstance(self.timeout, (int, float)) and 0 < self.timeout < float("inf")):
             msg = f"timeout is {self.timeout!r}; it is a number of seconds, more than 0"
             raise ConfigError(msg)
+        if self.shard is not None:
+            parse_shard(self.shard)
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
         if self.retry_failed and self.overwrite:
             msg = "retry_failed keeps what is embedded, and overwrite starts anew: leave one out"
             raise ConfigError(msg)
-        if self.shard is not None:
-            parse_shard(self.shard)
         if self.deterministic and self.cuda_graphs == "on":
             msg = "deterministic runs no CUDA graphs, which fill packs up to other shapes: leave cuda_graphs on out"
+            raise ConfigError(msg)
+        is_lance = os.fspath(self.output).rstrip("/").endswith(".lance")
+        if self.format != "auto" and is_lance != (self.format == "lance"):
+            msg = f"format is {self.format}, output {self.output!r}: a Lance dataset, and nothing else, ends in .lance"
             raise ConfigError(msg)
 
     def _check_lists(self) -> None:

@@ -1,4 +1,4 @@
-"""A finished output, as it is read back: one file, or a folder of parts."""
+"""A finished output, as it is read back: one file, a folder of parts, or a Lance dataset."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vlmembed.errors import InputError
-from vlmembed.output import SUCCESS, errors_beside
+from vlmembed.lance_output import LanceRows
+from vlmembed.output import LANCE, SUCCESS, errors_beside, is_folder_output, need_lance
 from vlmembed.schema import VECTORS, read_provenance, read_success
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-    from typing import Self
+    from typing import Self, TypeAlias
 
     from vlmembed.types import Int64Array
+
+    StoredRows: TypeAlias = pq.ParquetFile | LanceRows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -27,7 +30,7 @@ class FinishedOutput:
     """What a run has left.
 
     Attributes:
-        path: as it was named. files: the Parquet files with its rows, in order.
+        path: as it was named. files: the Parquet files with its rows, in order, or the one Lance dataset.
         errors: the file of the rows that failed, whether it exists or not.
         schema: of the files. provenance: as recorded.
     """
@@ -43,21 +46,22 @@ class FinishedOutput:
         """Look at an output.
 
         Raises:
-            InputError: it cannot be read as Parquet, is not whole, or was not written by vlmembed.
+            InputError: it cannot be read, is not whole, or was not written by vlmembed.
+            MissingExtraError: it is a Lance dataset, and Lance is not installed.
         """
         if not path.exists():
             msg = f"{path} cannot be read as Parquet: it does not exist; name the output of an earlier run"
             raise InputError(msg)
-        is_folder = path.is_dir()
+        is_folder = is_folder_output(path)
         if is_folder and not (path / SUCCESS).is_file():
             msg = f"{path} is a folder without {SUCCESS}: not finished, or no output of vlmembed"
             raise InputError(msg)
         provenance = read_success(path / SUCCESS) if is_folder else None
         files = tuple(sorted(path.glob("part-*.parquet"))) if is_folder else (path,)
         try:
-            schema = pq.read_schema(files[0])
+            schema = read_schema(files[0])
         except (OSError, IndexError, ValueError, pa.ArrowException) as error:
-            msg = f"{path} cannot be read as Parquet: {error}"
+            msg = f"{path} cannot be read as {'Lance' if path.suffix == LANCE else 'Parquet'}: {error}"
             raise InputError(msg) from error
         provenance = provenance or read_provenance(schema, str(path))
         if not any(VECTORS.fullmatch(name) for name in schema.names):
@@ -74,8 +78,8 @@ class FinishedOutput:
     def batches(self, columns: list[str], batch_rows: int) -> Iterator[pa.RecordBatch]:
         """All rows in order, a few columns of them."""
         for path in self.files:
-            with reading(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
-                yield from file.iter_batches(columns=columns, batch_size=batch_rows)
+            with reading(path), open_rows(path) as rows:
+                yield from rows.iter_batches(columns=columns, batch_size=batch_rows)
 
     @property
     def num_rows(self) -> int:
@@ -83,19 +87,21 @@ class FinishedOutput:
         num_rows = 0
         for path in self.files:
             with reading(path):
-                num_rows += pq.read_metadata(path).num_rows
+                num_rows += LanceRows(path).num_rows if path.suffix == LANCE else pq.read_metadata(path).num_rows
         return num_rows
 
     def take(self, positions: Int64Array, columns: list[str]) -> pa.Table:
         """A few columns of the rows at `positions`, ascending; only row groups that hold one are read."""
         found, first = [self.schema.empty_table().select(columns)], 0
         for path in self.files:
-            with reading(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
-                for group in range(file.num_row_groups):
-                    last = first + file.metadata.row_group(group).num_rows
+            with reading(path), open_rows(path) as rows:
+                if isinstance(rows, LanceRows):
+                    return rows.take(positions, columns)
+                for group in range(rows.num_row_groups):
+                    last = first + rows.metadata.row_group(group).num_rows
                     wanted = positions[np.searchsorted(positions, first) : np.searchsorted(positions, last)] - first
                     if len(wanted):
-                        found.append(file.read_row_group(group, columns=columns).take(wanted).select(columns))
+                        found.append(rows.read_row_group(group, columns=columns).take(wanted).select(columns))
                     first = last
         return pa.concat_tables(found)
 
@@ -119,6 +125,35 @@ class FinishedOutput:
         """
         rows: Int64Array = self.failed()["row"].to_numpy()
         return rows
+
+
+def open_rows(path: Path) -> StoredRows:
+    """One of an output's files, to be read by row groups and closed.
+
+    Raises:
+        OSError, ValueError, pa.ArrowException: it cannot be read. MissingExtraError: see `FinishedOutput.open`.
+    """
+    if path.suffix == LANCE:
+        need_lance()
+        return LanceRows(path)
+    return pq.ParquetFile(path, page_checksum_verification=True)
+
+
+def read_schema(path: Path) -> pa.Schema:
+    """Schema of a file of an output, with its metadata; raises what `open_rows` does."""
+    with open_rows(path) as rows:
+        return rows.schema_arrow
+
+
+def read_tables(path: Path, schema: pa.Schema) -> Iterator[pa.Table]:
+    """The rows of an output's file in order, row group by row group, with the columns of `schema`.
+
+    Raises:
+        InputError: it is damaged, or gone.
+    """
+    with reading(path), open_rows(path) as rows:
+        for group in range(rows.num_row_groups):
+            yield rows.read_row_group(group, columns=schema.names).select(schema.names)
 
 
 @contextmanager

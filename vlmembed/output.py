@@ -8,12 +8,14 @@ import re
 import shutil
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from vlmembed.errors import OutputError
+from vlmembed.atomic import atomic, remove, sync_folder
+from vlmembed.errors import MissingExtraError, OutputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +25,11 @@ SUCCESS = "_SUCCESS"
 PARTIAL = "_partial"
 PUBLICATION = "publication.json"
 
+LANCE = ".lance"
+"""Names of Lance datasets, which are folders, end in it."""
+
+GONE_PREFIX = "gone."
+"""What a publication replaces, where it is a folder, waits under such a name in the partial folder to be removed."""
 
 _OWN = re.compile(r"_SUCCESS|_errors\.parquet|_partial|part-\d{6,}\.parquet|\.\S+\.tmp")
 """What may lie in a folder output."""
@@ -30,7 +37,8 @@ _OWN = re.compile(r"_SUCCESS|_errors\.parquet|_partial|part-\d{6,}\.parquet|\.\S
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputPaths:
-    """Where a run writes: a file, the errors beside it, the parts until it is done; or a folder with all of them."""
+    """Where a run writes: a file or a Lance dataset, the errors beside it, the parts until it is done; or a folder with
+    all of them."""
 
     output: Path
     is_folder: bool = False
@@ -40,12 +48,13 @@ class OutputPaths:
         """The paths for an output as the user names it; a link is followed, so that it stays one.
 
         Raises:
-            OutputError: neither a .parquet file nor a folder, or a folder that holds something else.
+            OutputError: neither a .parquet file nor a .lance dataset nor a folder, or a folder that holds something
+                else.
         """
         text, path = os.fspath(name), Path(name)
         try:
             path = Path(os.path.realpath(path)) if path.is_symlink() else path
-            paths = cls(output=path, is_folder=text.endswith("/") or path.is_dir())
+            paths = cls(output=path, is_folder=is_folder_output(path, text))
             paths._check()
         except OSError as error:
             msg = f"cannot look at output {text!r} ({error}): make it accessible, or choose another"
@@ -61,8 +70,21 @@ class OutputPaths:
             raise OutputError(msg) from None
         if self.is_folder:
             self._check_folder()
-        elif self.output.suffix != ".parquet":
-            msg = f"output {shown} does not end in .parquet: name a file like out.parquet, or a folder like out/"
+            return
+        if self.output.suffix not in (".parquet", LANCE):
+            msg = (
+                f"output {shown} does not end in .parquet: name a file like out.parquet, or a folder like out/, or a "
+                "Lance dataset like out.lance"
+            )
+            raise OutputError(msg)
+        if self.format == "lance" and self.output.exists() and not is_lance(self.output):
+            msg = f"output {shown} exists and is no Lance dataset: choose another name"
+            raise OutputError(msg)
+        other = self.output.with_suffix(".parquet" if self.format == "lance" else LANCE)
+        if other.exists():
+            msg = (
+                f"output {shown} would have its errors file, {self.errors}, in common with {other}: choose another name"
+            )
             raise OutputError(msg)
 
     def _check_folder(self) -> None:
@@ -76,6 +98,11 @@ class OutputPaths:
         if others:
             msg = f"output folder {str(self.output)!r} holds {others[0]!r}, which is not a run's: choose another folder"
             raise OutputError(msg)
+
+    @property
+    def format(self) -> str:
+        """What the rows are stored as: ``"parquet"`` or ``"lance"``."""
+        return "lance" if not self.is_folder and self.output.suffix == LANCE else "parquet"
 
     @property
     def errors(self) -> Path:
@@ -100,12 +127,35 @@ class OutputPaths:
         """Tell before any work what `lock` would tell after it.
 
         Raises:
-            OutputError: no folder can be made there.
+            OutputError: no folder can be made there. MissingExtraError: what writes the format is not installed.
         """
+        if self.format == "lance":
+            need_lance()
         parent = next(each for each in self.partial.absolute().parents if each.exists())
         if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
             msg = f"cannot write to {parent}: make it a folder that is writable, or choose another output"
             raise OutputError(msg)
+
+
+def is_folder_output(path: Path, text: str = "") -> bool:
+    """Whether an output, `text` as the user typed it, is a folder of parts; a Lance dataset is none."""
+    return path.suffix != LANCE and (text.endswith("/") or path.is_dir())
+
+
+def is_lance(path: Path) -> bool:
+    """Whether this is a folder that Lance has written."""
+    return path.suffix == LANCE and (path / "_versions").is_dir()
+
+
+def need_lance() -> None:
+    """Tell what must be installed before any work is done.
+
+    Raises:
+        MissingExtraError: Lance is not.
+    """
+    if find_spec("lance") is None:
+        msg = "outputs that end in .lance need the package pylance: pip install 'vlmembed[lance]'"
+        raise MissingExtraError(msg)
 
 
 def errors_beside(output: Path, *, is_folder: bool) -> Path:
@@ -143,7 +193,7 @@ def drop_parts(folder: Path) -> None:
     sync_folder(folder)
     for path in folder.iterdir():
         if path.name not in ("manifest.json", "lock", PUBLICATION):
-            path.unlink()
+            remove(path)
 
 
 def drop(folder: Path) -> None:
@@ -158,7 +208,7 @@ def publish(paths: OutputPaths, moves: Mapping[str, str], removes: Sequence[str]
     """Put finished files in their places, all or, after a crash, all at the next start: see `finish_publication`.
 
     `moves` leads from names in the partial folder to names beside the output (in it, where it is a folder); `removes`
-    are names there that go first.
+    are names there that go first. What is to be removed and has a successor of the same name is moved last.
     """
     with atomic(paths.partial / PUBLICATION) as path:
         path.write_text(json.dumps({"moves": dict(moves), "removes": list(removes)}), encoding="utf-8")
@@ -180,13 +230,22 @@ def finish_publication(paths: OutputPaths) -> bool:
     there = paths.output if paths.is_folder else paths.output.parent
     left = {source: target for source, target in steps["moves"].items() if (paths.partial / source).exists()}
     for name in steps["removes"] if left else ():  # after the last move, what has such a name is new
-        (there / name).unlink(missing_ok=True)
+        _take_away(there / name, paths.partial / f"{GONE_PREFIX}{name}")
     sync_folder(there)
     for source, target in left.items():
         (paths.partial / source).replace(there / target)
     sync_folder(there)
     drop(paths.partial)
     return True
+
+
+def _take_away(path: Path, aside: Path) -> None:
+    """A folder goes in one step, to `aside`: nobody shall find half of it, and nothing can be moved onto it."""
+    if path.is_dir():
+        remove(aside)
+        path.replace(aside)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
@@ -217,26 +276,3 @@ def lock(folder: Path) -> Iterator[None]:
         yield
     finally:
         held.release()
-
-
-@contextmanager
-def atomic(target: Path) -> Iterator[Path]:
-    """A temporary path beside `target` that becomes `target`, on disk, when the block ends well."""
-    temporary = target.with_name(f".{target.name}.tmp")
-    try:
-        yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(target.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames in `folder` last through a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

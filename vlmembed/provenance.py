@@ -103,9 +103,9 @@ def difference(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             lines.append("the list of inputs: names, sizes or change times are not what they were")
         elif name == "keys_sha256":
             lines += ["the list of inputs: other names"] * is_same_list
-        elif name == "whole":
-            sizes = before["num_rows"], after["num_rows"]
-            lines += [f"the whole that it is a shard of: {sizes[0]} rows there, {sizes[1]} now"] * is_same_list
+        elif name == "whole":  # else of other digests, which the lines on the list of inputs tell
+            sizes = {f"{(whole or {}).get('num_rows')} rows": None for whole in (before, after)}
+            lines += [f"the whole that it is a shard of: {' there, '.join(sizes)} now"] * (len(sizes) - 1)
         else:
             lines.append(f"{name}: {json.dumps(before)} there, {json.dumps(after)} now")
     return lines

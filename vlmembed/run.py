@@ -15,6 +15,7 @@ from vlmembed.decoders import ThreadDecoders
 from vlmembed.dedup import HashIndex
 from vlmembed.errors import NothingEmbeddedError, OutputError, RowFailedError
 from vlmembed.known import Known, check_reuse
+from vlmembed.mirror import open_mirror
 from vlmembed.output import (
     PUBLICATION,
     OutputPaths,
@@ -30,6 +31,7 @@ from vlmembed.pipeline import Pipeline
 from vlmembed.plan import Earlier, Plan, find_earlier, make_plan, max_row_bytes
 from vlmembed.progress import ProgressBar, StageClock
 from vlmembed.provenance import encoder_fingerprint
+from vlmembed.remoterun import is_remote
 from vlmembed.report import RunReport
 from vlmembed.retry import Retry
 from vlmembed.reuse import EarlierOutputs
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
 
     from vlmembed.config import EncodeConfig
     from vlmembed.decoders import DecodePool
+    from vlmembed.mirror import Mirror
+    from vlmembed.parts import PartRecord
 
 logger = logging.getLogger(__name__)
 
@@ -59,16 +63,30 @@ def encode(config: EncodeConfig, *, progress: bool = False, hung: Callable[[], N
         UsageError: a setting, an input or the output must be changed; nothing was written.
         RunError: the run stopped. What it had committed stays in ``OUTPUT.partial`` and is used by the next start.
     """
+    if not is_remote(config.output):
+        return _encode(config, OutputPaths.of(config.output), None, progress=progress, hung=hung)
+    with open_mirror(config) as mirror:
+        report = _encode(config, mirror.paths, mirror, progress=progress, hung=hung)
+        return replace(report, **mirror.names)
+
+
+def _encode(
+    config: EncodeConfig, paths: OutputPaths, mirror: Mirror | None, *, progress: bool, hung: Callable[[], None]
+) -> RunReport:
+    """A run whose files are at `paths`; with a `mirror`, what lies at the other side counts."""
     began = time.perf_counter()
-    paths = OutputPaths.of(config.output)
     paths.check_writable()
     check_reuse(config)
     _finish_earlier_publication(paths)
+    if mirror is not None:
+        mirror.finish_earlier()
     with ExitStack() as stack:
         source = stack.enter_context(closing(open_source(config, paths.all())))
         shown = "rows to be counted while they are read" if source.num_rows is None else f"{source.num_rows} rows"
         logger.info("%s, listed in %.1f s", shown, time.perf_counter() - began)
-        earlier = find_earlier(paths, overwrite=config.overwrite)
+        earlier = _find_earlier(config, paths, mirror)
+        if mirror is not None and config.retry_failed:
+            mirror.fetch_output()
         retry = Retry(paths, earlier.output, source) if config.retry_failed else None
         if retry is None:
             plan, same = make_plan(config, paths, source, earlier)
@@ -82,16 +100,42 @@ def encode(config: EncodeConfig, *, progress: bool = False, hung: Callable[[], N
         else:
             same, is_complete = retry.goes_on(plan.facts, earlier.partial), not retry.source.num_rows
         if is_complete:
-            return _report_complete(plan, earlier)
+            report = _report_complete(plan, earlier)
+            if mirror is not None:
+                mirror.drop_leftovers()
+            return report
         stack.enter_context(lock(paths.partial))
-        if find_earlier(paths, overwrite=config.overwrite) != earlier:
-            msg = f"another process has just written to {paths.output}: run the command again to see what it left"
-            raise OutputError(msg)
-        _name_suspects(paths)
-        if not same:
-            with storing(paths.partial):
-                write_manifest(paths.partial, plan.facts)
-        return _run(plan, retry, began=began, progress=progress, hung=hung)
+        _begin(plan, config, earlier, mirror, is_new=not same)
+        return _run(plan, retry, mirror, began=began, progress=progress, hung=hung)
+
+
+def _begin(plan: Plan, config: EncodeConfig, earlier: Earlier, mirror: Mirror | None, *, is_new: bool) -> None:
+    """Now that this process holds the output: the manifest of a new run, or the parts of one that goes on.
+
+    Raises:
+        OutputError: another process has written there, or is writing.
+    """
+    paths = plan.paths
+    if mirror is not None:
+        mirror.claim()
+    if _find_earlier(config, paths, mirror) != earlier:
+        msg = f"another process has just written to {paths.output}: run the command again to see what it left"
+        raise OutputError(msg)
+    _name_suspects(paths)
+    if is_new:
+        with storing(paths.partial):
+            write_manifest(paths.partial, plan.facts)
+    if mirror is not None:
+        mirror.start(is_new=is_new)
+
+
+def _find_earlier(config: EncodeConfig, paths: OutputPaths, mirror: Mirror | None) -> Earlier:
+    """What lies at the output; with a mirror, there before here."""
+    if mirror is None:
+        return find_earlier(paths, overwrite=config.overwrite)
+    there = mirror.look(overwrite=config.overwrite)
+    here = find_earlier(paths, overwrite=True)  # its finished output is a copy at best
+    return replace(here, output=there.output, partial=there.partial or here.partial)
 
 
 def _finish_earlier_publication(paths: OutputPaths) -> None:
@@ -136,7 +180,15 @@ def _name_suspects(paths: OutputPaths) -> None:
         )
 
 
-def _run(plan: Plan, retry: Retry | None, *, began: float, progress: bool, hung: Callable[[], None]) -> RunReport:
+def _run(
+    plan: Plan,
+    retry: Retry | None,
+    mirror: Mirror | None,
+    *,
+    began: float,
+    progress: bool,
+    hung: Callable[[], None],
+) -> RunReport:
     assert plan.config.rows_per_part is not None
     store = PartStore(
         plan.paths.partial,
@@ -152,14 +204,18 @@ def _run(plan: Plan, retry: Retry | None, *, began: float, progress: bool, hung:
         logger.info("going on at row %d", start)
     ready = time.perf_counter()
     with _output_to_fill(plan, retry) as earlier:
-        pipeline, writer = _run_pipeline(plan, store, earlier, progress=progress, hung=hung)
+        pipeline, writer = _run_pipeline(plan, store, mirror, earlier, progress=progress, hung=hung)
         counts = writer.finish(pipeline.num_rows_read)
+        if mirror is not None:
+            mirror.flush()
         num_rows = pipeline.num_rows_read
         if retry is None:
             facts = plan.facts | {"counts": _counts(plan, store, num_rows, counts)}
             assemble(store, plan.paths, facts)
         else:
             facts = retry.finish(store, plan.facts, earlier if plan.config.dedup != "none" else None)
+    if mirror is not None:
+        mirror.publish()
     if retry is None and not counts["embedded"]:
         shown = ", ".join(f"{count} {code}" for code, count in facts["counts"]["codes"].items())
         msg = f"not one of {num_rows} rows has an embedding ({shown}); the reasons are in {plan.paths.errors}"
@@ -206,7 +262,13 @@ def _output_to_fill(plan: Plan, retry: Retry | None) -> AbstractContextManager[E
 
 
 def _run_pipeline(
-    plan: Plan, store: PartStore, earlier: EarlierOutputs | None, *, progress: bool, hung: Callable[[], None]
+    plan: Plan,
+    store: PartStore,
+    mirror: Mirror | None,
+    earlier: EarlierOutputs | None,
+    *,
+    progress: bool,
+    hung: Callable[[], None],
 ) -> tuple[Pipeline, Writer]:
     """Take the rows that are not committed yet through the stages."""
     config, start, folder = plan.config, store.next_row, plan.paths.partial
@@ -217,6 +279,12 @@ def _run_pipeline(
         known = stack.enter_context(Known(config, plan.facts["fingerprint"], plan.vectors, folder, more=more))
         bar = stack.enter_context(closing(ProgressBar(plan.num_rows, initial=start, enabled=progress)))
         decoders = stack.enter_context(_decoders(plan))
+
+        def on_commit(record: PartRecord) -> None:
+            bar.committed(record.num_rows)
+            if mirror is not None:
+                mirror.add(store.records[-1])  # with the hashes of its files
+
         assert config.rows_per_part is not None
         writer = Writer(
             store,
@@ -224,7 +292,7 @@ def _run_pipeline(
             rows_per_part=config.rows_per_part,
             kept=plan.source.kept_schema,
             on_error=config.on_error,
-            on_commit=lambda record: bar.committed(record.num_rows),
+            on_commit=on_commit,
             on_computed=known.keep,
         )
         pipeline = Pipeline(

@@ -39,8 +39,15 @@ class Source(Protocol):
         """See above."""
         ...
 
-    skipped: Counter[str]
-    kept_schema: pa.Schema
+    @property
+    def skipped(self) -> Counter[str]:
+        """See above."""
+        ...
+
+    @property
+    def kept_schema(self) -> pa.Schema:
+        """See above."""
+        ...
 
     @property
     def digest(self) -> str:

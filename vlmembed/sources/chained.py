@@ -12,7 +12,8 @@ import pyarrow as pa
 from vlmembed.sources.base import expected_rows, rows_between
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
+    from contextlib import ExitStack
 
     from vlmembed.sources.base import Source
     from vlmembed.types import EncodedImage
@@ -21,13 +22,14 @@ MAX_ROW = 2**63 - 1
 
 
 class ChainedSource:
-    """Several sources, one after the other, as one."""
+    """Several sources, one after the other, as one. `resources` are what they need, and are released with it."""
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    def __init__(self, sources: Sequence[Source], resources: ExitStack) -> None:
         self._sources = sources
-        self.digest = _joint(source.digest for source in sources)
-        self.keys_digest = _joint(source.keys_digest for source in sources)
-        self.kept_schema = pa.schema([])
+        self._resources = resources
+        self.digest = _joint([source.digest for source in sources])
+        self.keys_digest = _joint([source.keys_digest for source in sources])
+        self.kept_schema = sources[0].kept_schema if len(sources) == 1 else pa.schema([])
 
     @property
     def num_rows(self) -> int | None:
@@ -69,10 +71,9 @@ class ChainedSource:
             first_row += source.num_rows
 
     def close(self) -> None:
-        """Close every source."""
-        for source in self._sources:
-            source.close()
+        """Close every source, and what they had in common."""
+        self._resources.close()
 
 
-def _joint(digests: Iterable[str]) -> str:
-    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
+def _joint(digests: list[str]) -> str:
+    return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()

@@ -1,4 +1,8 @@
-"""Which column of a Parquet file holds the images, and what a row of it holds."""
+"""Which column of a table holds the images, and what a row of it holds.
+
+A column may be a field of a struct, at any depth: `meta.caption`. What has no dot is a column as before, and a column
+whose own name has one comes before a field.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import pyarrow.compute as pc
 from vlmembed.errors import FailureCode, ImageError, InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 _BINARY_NAMES = ("image", "img", "picture", "photo", "bytes", "image_bytes", "jpg", "jpeg", "png", "webp")
 _PATH_NAMES = ("image", "image_path", "path", "file_path", "filepath", "file_name", "filename", "file")
@@ -94,6 +98,8 @@ def find_image_column(schema: pa.Schema, name: str) -> str:
             msg = f"{name} has {len(candidates)} columns that could hold images ({', '.join(candidates)}): name one "
             raise InputError(msg + "with --image-column")
     msg = f"{name} has no image column among {', '.join(schema.names)}: name one with --image-column"
+    if fields := [column for field in schema for column in _image_fields(field.type, field.name)]:
+        msg = f"{msg} ({', '.join(fields)})"
     nested = [field for field in schema if any(map(_is_binary, _inner_types(field.type)))]
     if nested:
         msg = f"{msg}. {nested[0].name!r} has type {_short(nested[0].type)}; {_IMAGE_TYPES}"
@@ -105,8 +111,61 @@ def check_image_column(kind: pa.DataType, column: str, name: str) -> None:
     InputError: images cannot be read from a column of this type.
     """
     if not (_is_image_struct(kind) or _is_binary(kind) or is_string(kind)):
-        msg = f"column {column!r} of {name} has type {_short(kind)}; {_IMAGE_TYPES}"
+        fields = ", ".join(_image_fields(kind, column))
+        remedy = f" (or name a field of it: {fields})" if fields else ""
+        msg = f"column {column!r} of {name} has type {_short(kind)}; {_IMAGE_TYPES}{remedy}"
         raise InputError(msg)
+
+
+def _image_fields(kind: pa.DataType, column: str) -> list[str]:
+    """Dotted names of what could hold images in a struct called `column`."""
+    if not pa.types.is_struct(kind) or _is_image_struct(kind):
+        return []
+    fields = [(f"{column}.{field.name}", field.type) for field in kind]
+    found = [name for name, inner in fields if _is_image_struct(inner) or _is_binary(inner)]
+    return found + [name for dotted, inner in fields for name in _image_fields(inner, dotted)]
+
+
+def find_field(schema: pa.Schema, column: str, name: str) -> tuple[tuple[str, ...], pa.Field]:
+    """The way to a column through structs, and its field, in a table called `name`.
+
+    Raises:
+        InputError: there is no such column, or more than one.
+    """
+    ways = list(_ways(schema, column))
+    if column in schema.names:
+        ways = [way for way in ways if len(way) == 1]
+    if len(ways) == 1:
+        field = schema.field(ways[0][0])
+        for part in ways[0][1:]:
+            field = field.type.field(part)
+        return ways[0], field
+    number = "more than one" if ways else "no"
+    msg = f"{name} has {number} column {column!r}; it has {', '.join(schema.names)}"
+    outer = column.partition(".")[0]
+    if not ways and outer != column and schema.names.count(outer) == 1:
+        kind = schema.field(outer).type
+        fields = ", ".join(f"{outer}.{field.name}" for field in kind) if pa.types.is_struct(kind) else "no fields"
+        msg = f"{msg}; {outer!r} has {fields}"
+    raise InputError(msg)
+
+
+def _ways(fields: Iterable[pa.Field], column: str) -> Iterator[tuple[str, ...]]:
+    """All ways to a column of this name; a name within a struct may have a dot too."""
+    for field in fields:
+        if field.name == column:
+            yield (field.name,)
+        elif column.startswith(f"{field.name}.") and pa.types.is_struct(field.type):
+            for way in _ways(field.type, column[len(field.name) + 1 :]):
+                yield (field.name, *way)
+
+
+def column_at(batch: pa.RecordBatch, way: Sequence[str]) -> pa.Array:
+    """A column of a batch that may hold no more of its structs than was asked for; null where a struct around it is."""
+    column = batch.column(way[0])
+    for name in way[1:]:
+        column = _part(column, name)
+    return column
 
 
 def _short(kind: pa.DataType) -> str:

@@ -16,13 +16,14 @@ import pyarrow as pa
 
 from vlmembed.errors import StorageError
 from vlmembed.formats import SNIFF_BYTES, picture_extensions, sniff_format
+from vlmembed.sources.kinds import kind_of_name
 from vlmembed.sources.readahead import UnreadRow, open_without_waiting
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
-    from pathlib import Path
     from typing import IO
 
+    from vlmembed.remote import RemoteInfo
     from vlmembed.sources.readahead import ReadAhead
     from vlmembed.types import EncodedImage
 
@@ -45,7 +46,7 @@ def key_of(path: str, root: str, prefix: str) -> str:
 
 @dataclass(slots=True)
 class Walk:
-    """Lists what a folder holds: pictures one by one, Parquet files aside, the rest counted by kind.
+    """Lists what a folder holds: pictures one by one, files that hold many aside, the rest counted by kind.
 
     A file is a picture if its bytes or its extension say so. Hidden entries are skipped. Symbolic links are followed
     unless they lead back to a folder that is being walked.
@@ -54,7 +55,7 @@ class Walk:
     recursive: bool
     excluded: Collection[tuple[int, int]] = ()  # the run's own output, by `identity_of`
     skipped: Counter[str] = field(default_factory=Counter)
-    parquet_files: list[str] = field(default_factory=list)
+    containers: list[str] = field(default_factory=list)
     _extensions: frozenset[str] = field(default_factory=picture_extensions)
 
     def pictures(self, folder: str, above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[str]:
@@ -83,7 +84,7 @@ class Walk:
                 self.skipped["subfolder"] += 1
 
     def is_picture(self, path: str) -> bool:
-        """Whether a file that was found is a row; if not, it is counted, or kept among `parquet_files`."""
+        """Whether a file that was found is a row; if not, it is counted, or kept among `containers`."""
         extension = os.path.splitext(path)[1].lower()  # noqa: PTH122  see `pictures`
         try:
             status = os.stat(path)  # noqa: PTH116  see `pictures`
@@ -105,8 +106,8 @@ class Walk:
             head = b""
         if sniff_format(head) is not None:
             return True
-        if extension == ".parquet" and not os.path.basename(path).startswith("_"):  # noqa: PTH119  see `pictures`
-            self.parquet_files.append(path)
+        if kind_of_name(path) and not os.path.basename(path).startswith("_"):  # noqa: PTH119  see `pictures`
+            self.containers.append(path)
         else:
             self.skipped[escape_name(extension) or "no extension"] += 1
         return False
@@ -150,14 +151,16 @@ class FolderSource:
         """SHA-256 over the ids."""
         return self._keys_hash.hexdigest()
 
-    def add(self, path: str, key: str) -> None:
-        """Append a file to the list."""
-        try:
-            status = os.stat(path)  # noqa: PTH116  see `Walk.pictures`
-            num_bytes, mtime_ns = status.st_size, status.st_mtime_ns
-        except OSError:
-            num_bytes, mtime_ns = 0, -1
-        self._hash.update(json.dumps([key, num_bytes, mtime_ns]).encode() + b"\n")
+    def add(self, path: str, key: str, info: RemoteInfo | None = None) -> None:
+        """Append a file to the list; `info` is what is known of a remote one."""
+        stamp: list[int | str | None] = [0, -1]
+        if info is not None:
+            stamp = [info.num_bytes, info.version]
+        else:
+            with suppress(OSError):
+                status = os.stat(path)  # noqa: PTH116  see `Walk.pictures`
+                stamp = [status.st_size, status.st_mtime_ns]
+        self._hash.update(json.dumps([key, *stamp]).encode() + b"\n")
         self._keys_hash.update(json.dumps(key).encode() + b"\n")
         with _writing():
             self._list.write(json.dumps([path, key]) + "\n")
@@ -200,14 +203,3 @@ def _writing() -> Iterator[None]:
     except OSError as error:
         msg = f"cannot write the list of files into {tempfile.gettempdir()} ({error}): make room, or set TMPDIR"
         raise StorageError(msg) from error
-
-
-def is_parquet(path: Path) -> bool:
-    """Whether the bytes or the name of a file say Parquet."""
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            return False  # reading from a pipe would wait for its writer
-        with path.open("rb") as file:
-            return path.suffix == ".parquet" or file.read(4) == b"PAR1"
-    except OSError:
-        return False

@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 class IdIndex:
     """All ids of a run, which must be present and unique: told before the run, not after it."""
 
-    def __init__(self, column: str) -> None:
+    def __init__(self, column: str, *, otherwise: str = "FILE#ROW") -> None:
+        """`otherwise`: what ids are without the column."""
         self._column = column
+        self._otherwise = otherwise
         self._hash = hashlib.sha256()
         self._database = sqlite3.connect("")  # a scratch database, on disk once it grows
         self._database.execute("CREATE TABLE ids (id TEXT PRIMARY KEY) WITHOUT ROWID")
@@ -53,7 +55,7 @@ class IdIndex:
         counts = Counter(ids)
         known = "SELECT 1 FROM ids WHERE id = ?"
         value = next(value for value in ids if counts[value] > 1 or self._database.execute(known, (value,)).fetchone())
-        return f"the first is {value!r}: name another column, or leave --id-column out (ids are then FILE#ROW)"
+        return f"the first is {value!r}: name another column, or leave --id-column out (ids are then {self._otherwise})"
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""Picture files, read ahead by a few threads: in order, within a bound of bytes, each within its time."""
+"""Picture files and URLs, read ahead by a few threads: in order, within a bound of bytes, each within its time."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import os
 import stat
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import TYPE_CHECKING, TypeAlias
 
 from vlmembed.errors import FailureCode, ImageError
-from vlmembed.parallel import DeadlinePool, ordered_map
+from vlmembed.parallel import DeadlinePool
+from vlmembed.sources.inflight import Lane, through
 from vlmembed.types import EncodedImage
+from vlmembed.urls import is_url, shown_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -19,15 +20,28 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
+    from vlmembed.remote import Remotes
+
 READ_THREADS = 4
-MAX_ITEMS = 4 * READ_THREADS
+MAX_FILES = 4 * READ_THREADS
+"""Files in flight."""
+
+URLS_PER_DOWNLOAD = 2
+"""URLs in flight for each thread that fetches: the next one of each is at hand."""
 
 SMALL_FILE_BYTES = 2 * 2**20
 """A file up to this size is read at once; a larger one when there is room for it, which its size must first be known
 for."""
 
 MAX_LARGE_FILES_BYTES = 96 * 2**20
-"""Limit of the larger files in flight; with `MAX_ITEMS` small ones that makes 128 MiB."""
+"""Limit of the larger files and URLs in flight, and of what waits behind them; with `MAX_FILES` small ones that makes
+128 MiB. Small URLs come on top: 128 MiB for 32 downloads."""
+
+MAX_READY_BYTES = MAX_FILES * SMALL_FILE_BYTES
+"""Limit of the rows that wait with their content behind ones that are being read: they are as good as files."""
+
+ROW_BYTES = 2**10
+"""What a row takes at least."""
 
 BYTES_PER_PIXEL = 8
 """What a pixel takes at most in a file that no compression has blown up: four samples of 16 bits."""
@@ -38,11 +52,18 @@ MAX_OTHER_BYTES = 256 * 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class UnreadRow:
-    """A row whose content is a file. `num_bytes` is that file's size, once it was found to be a larger one."""
+    """A row whose content is a file.
+
+    Attributes:
+        path: the file's path, or the URL of one.
+        trusted: a URL that the user named, and not one that came with the data: it may lead into the local network.
+        num_bytes: the file's size, once it was found to be a larger one.
+    """
 
     row: int
     key: str
     path: str
+    trusted: bool = False
     num_bytes: int | None = None
     columns: pa.RecordBatch | None = None
 
@@ -86,32 +107,67 @@ def open_without_waiting(path: str, flags: int) -> int:
 
 
 class ReadAhead:
-    """Fills in the contents of rows that are files.
+    """Fills in the contents of rows that are files or URLs.
 
     A file that takes longer than `timeout_seconds` fails as ``timeout``, and the others go on; one that is too large
-    for any picture of `max_source_pixels` is not read.
+    for any picture of `max_source_pixels` is not read. URLs are fetched through `remotes`, `downloads` at a time;
+    without `remotes` they fail.
+
+    Attributes:
+        max_file_bytes: the size above which a file is not read.
     """
 
-    def __init__(self, *, timeout_seconds: float, max_source_pixels: int) -> None:
+    def __init__(
+        self,
+        *,
+        timeout_seconds: float,
+        max_source_pixels: int,
+        remotes: Remotes | None = None,
+        downloads: int = 32,
+    ) -> None:
+        self.max_file_bytes = MAX_OTHER_BYTES + BYTES_PER_PIXEL * max_source_pixels
+        self.remotes = remotes
         self._timeout_seconds = timeout_seconds
-        self._max_file_bytes = MAX_OTHER_BYTES + BYTES_PER_PIXEL * max_source_pixels
+        self._downloads = downloads
 
     def read(self, rows: Iterable[Row]) -> Iterator[EncodedImage]:
-        """Yield the rows in order; those that have their content already pass through."""
+        """Yield the rows in order; those that have their content already pass through.
+
+        Small files are read as they come, and the size of the larger ones is found; these are read when there is room.
+        """
         with ExitStack() as stack:
-            pools: list[DeadlinePool[UnreadRow, Row]] = []
+            pools: dict[bool, DeadlinePool[UnreadRow, Row]] = {}
 
-            def submit(row: Row) -> Future[Row]:
-                assert isinstance(row, UnreadRow)
-                if not pools:  # threads that many Parquet files have no use for
-                    pools.append(stack.enter_context(self._pool()))
-                return pools[0].submit(row)
+            def start(row: Row) -> Row | Future[Row]:
+                if isinstance(row, EncodedImage):
+                    return row
+                remote = is_url(row.path)
+                if remote not in pools:  # threads that many Parquet files have no use for
+                    pools[remote] = stack.enter_context(self._download_pool() if remote else self._file_pool())
+                return pools[remote].submit(row)
 
-            for row in _through(submit, _through(submit, rows)):
+            for row in through(start, through(start, rows, self._lanes()), self._large_lane()):
                 assert isinstance(row, EncodedImage)
                 yield row
 
-    def _pool(self) -> DeadlinePool[UnreadRow, Row]:
+    def _lanes(self) -> Callable[[Row], tuple[Lane, int]]:
+        """What is in flight at first: files and URLs whose sizes are not known, and rows that wait for them."""
+        ready, files = Lane(limit=MAX_READY_BYTES), Lane(limit=MAX_FILES)
+        urls = Lane(limit=URLS_PER_DOWNLOAD * self._downloads)
+
+        def lane_of(row: Row) -> tuple[Lane, int]:
+            if isinstance(row, EncodedImage):
+                return ready, _num_bytes(row)
+            return (urls if is_url(row.path) else files), 1
+
+        return lane_of
+
+    def _large_lane(self) -> Callable[[Row], tuple[Lane, int]]:
+        """What is in flight then: larger files, and the small ones that wait for them."""
+        large = Lane(limit=MAX_LARGE_FILES_BYTES)
+        return lambda row: (large, min(_num_bytes(row), self.max_file_bytes))
+
+    def _file_pool(self) -> DeadlinePool[UnreadRow, Row]:
         return DeadlinePool(
             self._advance,
             num_threads=READ_THREADS,
@@ -120,33 +176,51 @@ class ReadAhead:
             name="read",
         )
 
+    def _download_pool(self) -> DeadlinePool[UnreadRow, Row]:
+        return DeadlinePool(
+            self._advance_url,
+            num_threads=self._downloads,
+            seconds=self._timeout_seconds,
+            late=self._late,
+            name="download",
+        )
+
     def _advance(self, row: UnreadRow) -> Row:
         """Read a small file, or find out how large it is."""
         if row.num_bytes is None and (num_bytes := _size_of(row.path)) > SMALL_FILE_BYTES:
             return replace(row, num_bytes=num_bytes)
-        return row.holding(read_content(row.path, self._max_file_bytes))
+        return row.holding(read_content(row.path, self.max_file_bytes))
+
+    def _advance_url(self, row: UnreadRow) -> Row:
+        """Fetch what a URL names if it is small, or find out how large it is."""
+        if self.remotes is None:
+            return row.holding(ImageError(FailureCode.UNREADABLE, f"{shown_url(row.path)} is a URL: not read here"))
+        stop_bytes = SMALL_FILE_BYTES if row.num_bytes is None else None
+        try:
+            found = self.remotes.read(row.path, self.max_file_bytes, stop_bytes, trusted=row.trusted)
+        except MemoryError:
+            return row.holding(ImageError(FailureCode.OUT_OF_MEMORY, "no memory for the picture's bytes"))
+        except ValueError as error:  # what people write as URLs has no end
+            msg = f"{shown_url(row.path)} is no URL that can be read ({type(error).__name__})"
+            return row.holding(ImageError(FailureCode.UNREADABLE, msg))
+        return replace(row, num_bytes=found) if isinstance(found, int) else row.holding(found)
 
     def _late(self, row: UnreadRow) -> EncodedImage:
+        where = "server or network" if is_url(row.path) else "disk or network"
         msg = (
-            f"reading took longer than {self._timeout_seconds:g} seconds: look after the disk or network that holds "
+            f"reading took longer than {self._timeout_seconds:g} seconds: look after the {where} that holds "
             "the file, or give --timeout more"
         )
         return row.holding(ImageError(FailureCode.TIMEOUT, msg))
 
 
-def _through(submit: Callable[[Row], Future[Row]], rows: Iterable[Row]) -> Iterator[Row]:
-    """Let the rows that are yet to be read pass through the pool, in order."""
-    for is_read, group in groupby(rows, key=lambda row: isinstance(row, EncodedImage)):
-        if is_read:
-            yield from group
-        else:
-            yield from ordered_map(
-                submit,
-                group,
-                max_items=MAX_ITEMS,
-                max_bytes=MAX_LARGE_FILES_BYTES,
-                num_bytes=lambda row: row.num_bytes or 0 if isinstance(row, UnreadRow) else 0,
-            )
+def _num_bytes(row: Row) -> int:
+    """What a row takes, or will take once it is read."""
+    if isinstance(row, UnreadRow):
+        num_bytes = row.num_bytes or 0
+    else:
+        num_bytes = len(row.content) if isinstance(row.content, bytes) else 0
+    return max(num_bytes, ROW_BYTES)
 
 
 def _size_of(path: str) -> int:

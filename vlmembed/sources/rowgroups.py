@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import stat
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -12,14 +10,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vlmembed.errors import FailureCode, ImageError
-from vlmembed.sources.columns import check_dictionaries, holds_dictionary
+from vlmembed.sources.columns import check_dictionaries, find_field, holds_dictionary
+from vlmembed.sources.files import DAMAGE, open_file
 from vlmembed.sources.footer import read_places
 from vlmembed.sources.pages import GroupPages, Leaf
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
+    from vlmembed.remote import Remotes
+    from vlmembed.sources.files import FileStatus
     from vlmembed.sources.footer import ChunkPlace
 
 READ_BUFFER_BYTES = 2**20
@@ -30,9 +30,6 @@ MAX_ROWS_PER_BYTE = 100
 MAX_ROWS_OF_NOTHING = 2**20
 """A footer that promises more rows than the two allow for is not believed: each row would have to fail by itself."""
 
-DAMAGE = (OSError, ValueError, pa.ArrowException)
-"""What is raised for bytes that are not what they should be; ValueError for text that is none."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -41,28 +38,28 @@ class OpenParquet:
 
     Attributes:
         schema: of its columns.
-        status: size and time of change, of the very file that is open.
+        status: size and version of the very file that is open.
         group_rows: rows of each row group, by the footer.
 
     Raises:
         One of `DAMAGE`: its footer cannot be right.
     """
 
-    def __init__(self, parquet: pq.ParquetFile, file: pa.NativeFile, name: str) -> None:
+    def __init__(self, parquet: pq.ParquetFile, file: pa.NativeFile, status: FileStatus, name: str) -> None:
         self._parquet = parquet
         self._layouts: dict[tuple[str, ...], tuple[list[Leaf], list[list[ChunkPlace] | None]]] = {}
         self._file = file
         self._name = name
         self.schema: pa.Schema = parquet.schema_arrow
-        self.status = os.fstat(file.fileno())
+        self.status = status
         metadata = parquet.metadata
         self.group_rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         num_rows = sum(self.group_rows)
         if num_rows != metadata.num_rows or min(self.group_rows, default=0) < 0:
             msg = f"its footer contradicts itself: {metadata.num_rows} rows, and {num_rows} in its row groups"
             raise ValueError(msg)
-        if num_rows > MAX_ROWS_OF_NOTHING + MAX_ROWS_PER_BYTE * self.status.st_size:
-            msg = f"its footer promises {num_rows} rows, too many for a file of {self.status.st_size} bytes"
+        if num_rows > MAX_ROWS_OF_NOTHING + MAX_ROWS_PER_BYTE * status.num_bytes:
+            msg = f"its footer promises {num_rows} rows, too many for a file of {status.num_bytes} bytes"
             raise ValueError(msg)
 
     def batches(self, group: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
@@ -114,7 +111,7 @@ class OpenParquet:
                 index=index,
                 is_flat=schema.column(index).max_repetition_level == 0,
                 is_variable=schema.column(index).physical_type == "BYTE_ARRAY",
-                keeps_dictionary=holds_dictionary(self.schema.field(name).type),
+                keeps_dictionary=holds_dictionary(find_field(self.schema, name, self._name)[1].type),
             )
             for name in columns
             for index in range(len(schema))
@@ -123,20 +120,17 @@ class OpenParquet:
 
 
 @contextmanager
-def open_parquet(path: Path, name: str) -> Iterator[OpenParquet]:
-    """Open a file that messages are to call `name`.
+def open_parquet(path: str, name: str, remotes: Remotes | None = None) -> Iterator[OpenParquet]:
+    """Open a file, or what a URL names, that messages are to call `name`.
 
     Raises:
         FileNotFoundError: it is not there.
         One of `DAMAGE`: it cannot be read, or its footer not be right.
     """
-    if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its writer
-        msg = "not a regular file"
-        raise OSError(msg)
     with (
-        pa.OSFile(os.fsencode(path), "r") as file,
+        open_file(path, remotes) as (file, status),
         pq.ParquetFile(
             file, pre_buffer=False, buffer_size=READ_BUFFER_BYTES, page_checksum_verification=True
         ) as parquet,
     ):
-        yield OpenParquet(parquet, file, name)
+        yield OpenParquet(parquet, file, status, name)

@@ -10,7 +10,7 @@ from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
 from vlmembed.errors import InputError
-from vlmembed.shards import shard_text
+from vlmembed.shards import parse_shard, shard_text
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -45,6 +45,7 @@ class ShardSource:
         num_rows = num_rows if limit is None else min(num_rows, limit)
         _check_count(num_rows, "rows", index, count)
         self._source = self._whole = source
+        self.kept_schema: pa.Schema = source.kept_schema
         self.shard = shard_text(index, count)
         self.first_row: int | None = num_rows * index // count
         self._num_rows: int | None = num_rows * (index + 1) // count - self.first_row
@@ -52,10 +53,11 @@ class ShardSource:
 
     @classmethod
     def of_files(cls, piece: Source, whole: Source, index: int, count: int) -> Self:
-        """A shard of a source whose rows are counted only by reading: `piece` has its files (see `split_files`), `whole`
-        all files. Both are closed with it."""
+        """A shard of a source whose rows are counted only by reading: `piece` has its files (see `split_files`),
+        `whole` all files. Both are closed with it."""
         self = cls.__new__(cls)
         self._source, self._whole = piece, whole
+        self.kept_schema = whole.kept_schema
         self.shard = shard_text(index, count)
         self.first_row = self._num_rows = self.whole_num_rows = None
         return self
@@ -67,13 +69,10 @@ class ShardSource:
 
     @property
     def skipped(self) -> Counter[str]:
-        """Files that are no rows. What is listed is the whole, so they are the whole's in every shard."""
-        return self._source.skipped
-
-    @property
-    def kept_schema(self) -> pa.Schema:
-        """Of the kept columns."""
-        return self._whole.kept_schema
+        """Files that are no rows: the whole's in every shard, as the whole is listed. Where rows are counted by
+        reading, what the shard's own files hold, and in the first shard what lies beside all files."""
+        is_all = self._source is self._whole or parse_shard(self.shard)[0]
+        return self._source.skipped if is_all else self._source.skipped + self._whole.skipped
 
     @property
     def whole_digest(self) -> str:
@@ -139,8 +138,8 @@ def shard_entries(source: Source) -> dict[str, Any]:
 
 
 def split_files(sizes: Sequence[int], index: int, count: int) -> slice:
-    """Which files are shard `index` of `count`: contiguous pieces of about equal bytes, each file in exactly one, and no
-    piece without a file. `sizes` are all files' bytes, in order.
+    """Which files are shard `index` of `count`: contiguous pieces of about equal bytes, each file in exactly one, and
+    no piece without a file. `sizes` are all files' bytes, in order.
 
     Raises:
         InputError: there are fewer files than shards.
@@ -162,7 +161,7 @@ def split_files(sizes: Sequence[int], index: int, count: int) -> slice:
 def _check_count(num_pieces: int, what: str, index: int, count: int) -> None:
     if num_pieces < count:
         msg = (
-            f"shard {shard_text(index, count)}: the inputs are {num_pieces} {what}, and some of {count} shards would be "
-            f"empty: cut them into {max(1, num_pieces)} or fewer"
+            f"shard {shard_text(index, count)}: the inputs are {num_pieces} {what}, and some of {count} shards would "
+            f"be empty: cut them into {max(1, num_pieces)} or fewer"
         )
         raise InputError(msg)

@@ -1,0 +1,107 @@
+"""Files from web servers, whole or in part: where a connection breaks, the next try goes on there."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vlmembed.retries import TransientError
+from vlmembed.urls import shown_url
+from vlmembed.web_answer import check_unchanged
+
+if TYPE_CHECKING:
+    from vlmembed.http import HttpClient
+    from vlmembed.web_answer import WebInfo
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Oversized:
+    """What came in place of content that is larger than was allowed; `num_bytes` is its size, None if unknown."""
+
+    num_bytes: int | None
+
+
+def read_whole(client: HttpClient, url: str, max_bytes: int) -> bytes | Oversized:
+    """A whole file, unless it is larger than `max_bytes`.
+
+    Raises:
+        FileNotFoundError: it is not there. OSError: it cannot be read.
+    """
+    download = _Download(client, url, max_bytes)
+    return client.retries.run(download.advance)
+
+
+def read_range(client: HttpClient, url: str, start: int, stop: int, expected: WebInfo) -> bytes:
+    """Bytes `start` to `stop` of a file that takes ranges.
+
+    Raises:
+        OSError: it cannot be read, or is not as `expected`.
+    """
+    part = _Part(client, url, start, stop, expected)
+    return client.retries.run(part.advance)
+
+
+class _Download:
+    """A file on its way: a try goes on where the one before it broke off, if the server can say that it is the same."""
+
+    def __init__(self, client: HttpClient, url: str, max_bytes: int) -> None:
+        self._client = client
+        self._url = url
+        self._max_bytes = max_bytes
+        self._content = io.BytesIO()
+        self._validator = ""
+
+    def advance(self, deadline: float) -> bytes | Oversized:
+        """Try to read what is missing."""
+        num_bytes = self._content.tell()
+        headers = {}
+        if num_bytes and self._validator:
+            headers = {"Range": f"bytes={num_bytes}-", "If-Range": self._validator}
+        with self._client.answer("GET", self._url, headers, deadline) as answer:
+            goes_on = bool(headers) and answer.range is not None and answer.range[0] == num_bytes
+            if not goes_on:
+                self._content = io.BytesIO()
+                self._validator = answer.validator
+                if answer.status != 200:  # noqa: PLR2004  OK
+                    self._validator = ""
+                    msg = f"{shown_url(self._url)}: a part came that was not asked for (status {answer.status})"
+                    raise TransientError(msg)
+            if answer.num_bytes is not None and answer.num_bytes > self._max_bytes:
+                return Oversized(num_bytes=answer.num_bytes)
+            for chunk in answer.chunks:
+                self._content.write(chunk)
+                if self._content.tell() > self._max_bytes:
+                    return Oversized(num_bytes=None)
+            if answer.num_bytes is not None and self._content.tell() != answer.num_bytes:
+                msg = f"{shown_url(self._url)}: {self._content.tell()} bytes came of {answer.num_bytes}"
+                raise TransientError(msg)
+        return self._content.getvalue()
+
+
+class _Part:
+    """A range of a file on its way."""
+
+    def __init__(self, client: HttpClient, url: str, start: int, stop: int, expected: WebInfo) -> None:
+        self._client = client
+        self._url = url
+        self._start = start
+        self._stop = stop
+        self._expected = expected
+        self._content = io.BytesIO()
+
+    def advance(self, deadline: float) -> bytes:
+        """Try to read what is missing."""
+        start = self._start + self._content.tell()
+        headers = {"Range": f"bytes={start}-{self._stop - 1}"}
+        with self._client.answer("GET", self._url, headers, deadline) as answer:
+            check_unchanged(self._url, self._expected, answer)
+            if answer.range is None or answer.range[0] != start:
+                msg = f"{shown_url(self._url)}: the server took ranges when it was opened, and takes none now"
+                raise OSError(msg)
+            for chunk in answer.chunks:
+                self._content.write(chunk[: self._stop - self._start - self._content.tell()])
+        if self._content.tell() < self._stop - self._start:
+            msg = f"{shown_url(self._url)}: {self._content.tell()} bytes came of {self._stop - self._start}"
+            raise TransientError(msg)
+        return self._content.getvalue()

@@ -1,0 +1,210 @@
+"""Files and objects behind URLs: s3://, gs://, hf://, http:// and https://."""
+
+from __future__ import annotations
+
+import io
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pyarrow import fs
+
+from vlmembed.downloads import Oversized, read_range, read_whole
+from vlmembed.errors import FailureCode, ImageError, InputError
+from vlmembed.http import HttpClient
+from vlmembed.remote_file import RangedBlocks, RemoteFile
+from vlmembed.retries import Retries
+from vlmembed.stores import BLOCK_BYTES, Store
+from vlmembed.urls import WEB_SCHEMES, is_url, join_url, parse_store_url, scheme_of, shown_url, without_options
+from vlmembed.web_stream import WebStream
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Self
+
+    from vlmembed.urls import StoreUrl
+
+__all__ = ["RemoteFile", "RemoteInfo", "Remotes", "is_url", "join_url", "shown_url", "without_options"]
+
+AHEAD_THREADS = 8
+"""Threads that read ahead, for all open files together."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RemoteInfo:
+    """What is known of a file or folder without reading it.
+
+    Attributes:
+        url: of it, with the options of the URL that it was found by.
+        num_bytes: its size; None for a folder, and where a server does not tell.
+        version: differs where the content does: ETag or time of change; "" if unknown.
+    """
+
+    url: str
+    num_bytes: int | None
+    version: str
+    is_folder: bool
+
+
+class Remotes:
+    """Reads what URLs name, with several tries; thread-safe.
+
+    `trusted` is False for a URL that came out of data: its options, which can name another server, are refused unless a
+    trusted URL had the same ones before. http and https never lead to this machine itself unless `allow_local`,
+    trusted or not.
+    """
+
+    def __init__(self, *, timeout_seconds: float, per_host: int = 16, allow_local: bool = False) -> None:
+        self._timeout_seconds = timeout_seconds
+        self._per_host = per_host
+        self._allow_local = allow_local
+        self._retries = Retries(timeout_seconds)
+        self._lock = threading.Lock()
+        self._http: HttpClient | None = None
+        self._stores: dict[tuple[str, str, str], Store] = {}
+        self._trusted_queries = {""}
+        self._pool = ThreadPoolExecutor(AHEAD_THREADS, thread_name_prefix="read-ahead")
+
+    def info(self, url: str, *, trusted: bool = True) -> RemoteInfo:
+        """What is known of a file or folder.
+
+        Raises:
+            FileNotFoundError: it is not there. OSError: that cannot be found out. InputError: it is no URL.
+        """
+        if scheme_of(url) in WEB_SCHEMES:
+            found = self._client().info(url)
+            return RemoteInfo(url=url, num_bytes=found.num_bytes, version=found.version, is_folder=False)
+        store, parsed = self._store(url, trusted=trusted)
+        return _remote_info(store, store.info(url), parsed)
+
+    def walk(self, url: str, recursive: bool = True) -> Iterator[RemoteInfo]:  # noqa: FBT001, FBT002  as agreed
+        """The files below a folder, sorted by URL. The names of all are held.
+
+        Raises:
+            FileNotFoundError: it is not there. OSError: it cannot be listed. InputError: a web server has no folders.
+        """
+        if scheme_of(url) in WEB_SCHEMES:
+            msg = f"{shown_url(url)}: a web server lists no folders: name its files, or a list of them"
+            raise InputError(msg)
+        store, parsed = self._store(url, trusted=True)
+        found = [_remote_info(store, info, parsed) for info in store.walk(url, recursive=recursive)]
+        yield from sorted(found, key=lambda info: info.url)
+
+    def read(
+        self, url: str, max_bytes: int, stop_bytes: int | None = None, *, trusted: bool = True
+    ) -> bytes | ImageError | int:
+        """A whole file, or why there is none (``missing``, ``too_large``, ``fetch_failed``).
+
+        If it is larger than `stop_bytes`, its size is returned in place of reading it (`max_bytes` where unknown).
+        """
+        limit = max_bytes if stop_bytes is None else min(max_bytes, stop_bytes)
+        try:
+            found = self._read(url, limit, trusted=trusted)
+        except FileNotFoundError as error:
+            return ImageError(FailureCode.MISSING, str(error))
+        except (OSError, InputError) as error:
+            return ImageError(FailureCode.FETCH_FAILED, str(error))
+        if isinstance(found, bytes):
+            return found
+        size = found.num_bytes
+        if limit < max_bytes and (size is None or size <= max_bytes):
+            return max_bytes if size is None else size
+        told_size = f"{size} bytes" if size is not None else f"more than {max_bytes} bytes"
+        return ImageError(
+            FailureCode.TOO_LARGE,
+            f"{shown_url(url)} has {told_size}, and a picture within --max-source-pixels {max_bytes} at most: raise "
+            "that, or leave the file out",
+        )
+
+    def _read(self, url: str, max_bytes: int, *, trusted: bool) -> bytes | Oversized:
+        if scheme_of(url) in WEB_SCHEMES:
+            return read_whole(self._client(), url, max_bytes)
+        found = self._store(url, trusted=trusted)[0].open(url)
+        if found.num_bytes > max_bytes:
+            return Oversized(num_bytes=found.num_bytes)
+        content = io.BytesIO()
+        for start in range(0, found.num_bytes, BLOCK_BYTES):
+            content.write(found.read_range(start, min(start + BLOCK_BYTES, found.num_bytes)))
+        return content.getvalue()
+
+    def open(self, url: str, *, trusted: bool = True) -> RemoteFile:
+        """A file, to be read in parts.
+
+        Raises:
+            FileNotFoundError: it is not there. OSError: it cannot be read. InputError: it is no URL.
+        """
+        if scheme_of(url) not in WEB_SCHEMES:
+            found = self._store(url, trusted=trusted)[0].open(url)
+            blocks = RangedBlocks(found.num_bytes, found.read_range, self._pool)
+            return RemoteFile(url, num_bytes=found.num_bytes, version=found.version, blocks=blocks)
+        client = self._client()
+        info = client.probe(url)
+        num_bytes = -1 if info.num_bytes is None else info.num_bytes
+        if not info.takes_ranges:
+            return RemoteFile(url, num_bytes=num_bytes, version=info.version, blocks=WebStream(client, url, info))
+        ranges = RangedBlocks(num_bytes, lambda start, stop: read_range(client, url, start, stop, info), self._pool)
+        return RemoteFile(url, num_bytes=num_bytes, version=info.version, blocks=ranges)
+
+    def filesystem(self, url: str) -> tuple[fs.FileSystem, str]:
+        """The file system of an object store, and the path in it, without a slash at its end.
+
+        Raises:
+            InputError: it is the URL of a web server, or of none.
+        """
+        if scheme_of(url) in WEB_SCHEMES:
+            msg = f"{shown_url(url)}: nothing can be written to a web server: use s3://, gs:// or hf://"
+            raise InputError(msg)
+        store, parsed = self._store(url, trusted=True)
+        return store.filesystem, parsed.path
+
+    def close(self) -> None:
+        """End what is under way, and the connections."""
+        self._retries.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._http is not None:
+            self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _client(self) -> HttpClient:
+        with self._lock:
+            if self._http is None:
+                self._http = HttpClient(
+                    timeout_seconds=self._timeout_seconds, per_host=self._per_host, allow_local=self._allow_local
+                )
+            return self._http
+
+    def _store(self, url: str, *, trusted: bool) -> tuple[Store, StoreUrl]:
+        parsed = parse_store_url(url)
+        with self._lock:
+            if trusted:
+                self._trusted_queries.add(parsed.query)
+            elif parsed.query not in self._trusted_queries:
+                msg = (
+                    f"{shown_url(url)} has options behind it ({parsed.query.partition('=')[0]}=...), which a URL in "
+                    "data must not have: give them by the environment (as AWS_ENDPOINT_URL)"
+                )
+                raise OSError(msg)
+            bucket = parsed.path.partition("/")[0] if parsed.scheme == "s3" else ""  # its region may be its own
+            key = (parsed.scheme, parsed.query, bucket)
+            found = self._stores.get(key)
+        if found is None:
+            made = Store(parsed, self._retries, self._timeout_seconds)  # may ask Amazon for the bucket's region
+            with self._lock:
+                found = self._stores.setdefault(key, made)
+        return found, parsed
+
+
+def _remote_info(store: Store, info: fs.FileInfo, parent: StoreUrl) -> RemoteInfo:
+    is_folder = info.type == fs.FileType.Directory
+    return RemoteInfo(
+        url=parent.sibling(info.path),
+        num_bytes=None if is_folder else info.size,
+        version="" if is_folder else store.version(info),
+        is_folder=is_folder,
+    )
