@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Callable, Iterator
 
     import pytest
@@ -262,14 +263,21 @@ class _ThreadingServer(ThreadingHTTPServer):
 
 @contextmanager
 def http_server(
-    files: Path | dict[str, bytes] | None = None, *, host: str = "127.0.0.1", port: int = 0
+    files: Path | dict[str, bytes] | None = None,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    tls: ssl.SSLContext | None = None,
 ) -> Iterator[HttpServer]:
-    """A server of a folder's files (read now), or of content by path, each with a slash before it."""
+    """A server of a folder's files (read now), or of content by path, each with a slash before it; with `tls` for
+    https."""
     if isinstance(files, Path):
         files = {f"/{file.relative_to(files)}": file.read_bytes() for file in files.rglob("*") if file.is_file()}
     manners = HttpServer(files=files or {}, host=host)
     handler = type("Handler", (_HttpHandler,), {"manners": manners})
     with _ThreadingServer((host, port), handler) as server:
+        if tls is not None:
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
         manners.port = server.server_port
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()

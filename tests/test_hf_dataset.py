@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -24,6 +23,8 @@ from vlmembed.sources.parquet import ParquetSource
 from vlmembed.sources.readahead import ReadAhead
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from vlmembed.sources.base import Source
     from vlmembed.types import EncodedImage
 

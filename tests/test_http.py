@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import os
 import socket
+import ssl
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
 from email.utils import formatdate
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 from servers import HttpServer, http_server
 
 from vlmembed import guard, retries
@@ -25,6 +31,7 @@ from vlmembed.urls import shown_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 CONTENT = bytes(range(256)) * 1200
 PATH = "/a.bin"
@@ -286,7 +293,9 @@ def test_a_host_in_any_script_is_encoded() -> None:
     assert parse_web_url("http://[::1]/").headers == (("Host", "[::1]"),)
 
 
-@pytest.mark.parametrize("url", ["http://", "http://a:b/", "http://[::1/", "http://a b/", "http:///x", "http://a:99999/"])
+@pytest.mark.parametrize(
+    "url", ["http://", "http://a:b/", "http://[::1/", "http://a b/", "http:///x", "http://a:99999/"]
+)
 def test_a_url_that_makes_no_sense_fails_alone(remotes: Remotes, url: str) -> None:
     assert failure(remotes.read(url, 10**6))[0] == FailureCode.FETCH_FAILED
 
@@ -393,6 +402,45 @@ def test_the_next_address_is_tried_where_one_does_not_answer(
 ) -> None:
     resolving(monkeypatch, {"pictures.example": [["127.0.0.3", "127.0.0.1"]]})  # nobody listens on the first
     assert remotes.read(f"http://pictures.example:{server.port}{PATH}", 10**6) == CONTENT
+
+
+def certificate(folder: Path, host: str) -> tuple[Path, ssl.SSLContext]:
+    """A certificate of a host, signed by nobody but itself: its file, and what a server takes."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, host)])
+    now = datetime.now(UTC)
+    made = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(host)]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    file, both = folder / "certificate.pem", folder / "both.pem"
+    file.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    both.write_bytes(file.read_bytes() + key.private_bytes(pem, pkcs8, serialization.NoEncryption()))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(both)
+    return file, context
+
+
+def test_certificates_are_checked_against_the_name_in_the_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, context = certificate(tmp_path, "pictures.example")
+    resolving(monkeypatch, {"pictures.example": [["127.0.0.1"]], "other.example": [["127.0.0.1"]]})
+    with http_server({PATH: CONTENT}, tls=context) as server:
+        url = f"https://pictures.example:{server.port}{PATH}"
+        monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+        with Remotes(timeout_seconds=5, allow_local=True) as remotes:
+            code, message = failure(remotes.read(url, 10**6))
+        assert code == FailureCode.FETCH_FAILED
+        assert "certificate is not trusted" in message
+        monkeypatch.setenv("SSL_CERT_FILE", str(file))
+        with Remotes(timeout_seconds=5, allow_local=True) as remotes:
+            assert remotes.read(url, 10**6) == CONTENT
+            message = failure(remotes.read(url.replace("pictures", "other"), 10**6))[1]
+        assert "certificate is not trusted (Hostname mismatch" in message
 
 
 def test_an_unknown_host_fails_at_once(remotes: Remotes, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,8 @@ class HttpClient:
         for _ in range(MAX_REDIRECTS + 1):
             target = parse_web_url(url)
             with (
-                self._slots.taken(target.host) if in_slot else nullcontext(), translated(url),
+                self._slots.taken(target.host) if in_slot else nullcontext(),
+                translated(url),
                 self._request(method, target.url, (*target.headers, *headers.items()), deadline) as (
                     status,
                     answered,
@@ -137,7 +138,6 @@ class HttpClient:
         with self._pool_for(url).stream(method, url, headers=encoded, extensions={"timeout": timeout}) as response:
             answered = {name.decode().lower(): value.decode("latin-1") for name, value in response.headers}
             yield response.status, answered, _until(deadline, response.iter_stream())
-
 
     def _pool_for(self, url: httpcore2.URL) -> httpcore2.ConnectionPool:
         if url.scheme != b"https":

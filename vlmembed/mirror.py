@@ -263,6 +263,7 @@ class Mirror:
     def _clean(self) -> None:
         """Remove the parts, what says whose they were first, and the working folder."""
         self._objects.delete(self._names.manifest)
+        self._owner.release()
         self._objects.delete_folder(self._names.partial)
         self._work.drop()
 

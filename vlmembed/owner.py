@@ -41,7 +41,7 @@ class Owner:
         self._name = name
         self._token = token
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._keep_renewing, name="owner", daemon=True)
+        self._thread: threading.Thread | None = None
         self._is_held = False
 
     def check_free(self) -> None:
@@ -73,6 +73,8 @@ class Owner:
         self._write()
         self._is_held = True
         self.check()
+        self._over.clear()
+        self._thread = threading.Thread(target=self._keep_renewing, name="owner", daemon=True)
         self._thread.start()
         return before is not None and before.get("token") == self._token
 
@@ -92,7 +94,7 @@ class Owner:
     def release(self) -> None:
         """Let others write at once."""
         self._over.set()
-        if self._thread.ident is not None:
+        if self._thread is not None:
             self._thread.join()
         if not self._is_held:
             return

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from vlmembed.atomic import atomic
+from vlmembed.atomic import atomic, remove
 from vlmembed.errors import OutputError
 
 if TYPE_CHECKING:
@@ -133,12 +133,15 @@ class WorkFolder:
             self.path(name).unlink(missing_ok=True)
 
     def drop(self) -> None:
-        """Remove the folder."""
-        shutil.rmtree(self._folder)
+        """Remove all that is in the folder, and what is known of it."""
+        for path in self._folder.iterdir():
+            remove(path)
+        self._state = {"token": self.token}
+        self._files = {}
 
     def close(self) -> None:
-        """Let another process work here."""
-        if self._folder.exists() and not any(self._folder.iterdir()):
+        """Let another process work here; a folder with nothing in it goes."""
+        with suppress(OSError):
             self._folder.rmdir()
         self._lock.release()
 

@@ -95,8 +95,8 @@ class HFDatasetSource:
             msg = f"no file of {', '.join(key for _, key in splits)} can be read{reason}: save the dataset again"
             raise InputError(msg)
         self.kept_schema: pa.Schema = self._columns.kept_schema
-        self.digest = digest.hexdigest()
-        self.keys_digest = keys_digest.hexdigest()
+        self.digest: str = digest.hexdigest()
+        self.keys_digest: str = keys_digest.hexdigest()
         if id_column:
             self.keys_digest = check_ids(id_column, ((file.key, self._ids(file)) for file in self._files))
 

@@ -93,8 +93,8 @@ class LanceSource:
             parts = [fragment.content.metadata.to_json() for fragment in fragments]
             digest.update(json.dumps([key, dataset.version, parts], default=str).encode() + b"\n")
             keys_digest.update(json.dumps([key, self.num_rows - names.first_row]).encode() + b"\n")
-        self.digest = digest.hexdigest()
-        self.keys_digest = keys_digest.hexdigest()
+        self.digest: str = digest.hexdigest()
+        self.keys_digest: str = keys_digest.hexdigest()
         if id_column:
             self.keys_digest = check_ids(id_column, ((table.names.key, self._ids(table)) for table in self._tables))
 

@@ -82,8 +82,8 @@ class ParquetSource:
             status = file.status
             digest.update(json.dumps([key, status.num_bytes, status.version, file.num_rows]).encode() + b"\n")
             keys_digest.update(json.dumps([key, file.num_rows]).encode() + b"\n")
-        self.digest = digest.hexdigest()
-        self.keys_digest = keys_digest.hexdigest()
+        self.digest: str = digest.hexdigest()
+        self.keys_digest: str = keys_digest.hexdigest()
         if id_column:
             self.keys_digest = check_ids(id_column, ((file.key, self._ids(file)) for file in self._files))
 
