@@ -133,6 +133,14 @@ def test_a_csv_list_as_spreadsheets_write_them(tmp_path: Path) -> None:
     assert [told(image) for image in rows_of(listed(tmp_path / "list.tsv"))] == ["d.png"]
 
 
+def test_blanks_around_a_url_go_and_those_of_a_path_stay(tmp_path: Path) -> None:
+    pictures(tmp_path, " a.png ")
+    source = listed(write(tmp_path / "list.csv", "x, url\n1, https://host/b.png \n2, a.png \n"))
+    rows = rows_of(source)
+    assert [image.key for image in rows] == ["https://host/b.png", " a.png "]
+    assert told(rows[1]) == " a.png "
+
+
 def test_bad_rows_of_a_csv_list_are_rows(tmp_path: Path) -> None:
     pictures(tmp_path, "a.png", "b.png", "c.png", "d.png", "e.png")
     lines = ["path,x", "a.png,1", "few", "one,too,many", 'b.png,"open', "c.png,2", 'd.png,"odd"quote', "nul\0.png,"]
@@ -266,6 +274,8 @@ def test_a_list_that_is_not_there(tmp_path: Path) -> None:
         listed(tmp_path / "gone.txt")
     with pytest.raises(InputError, match=r"^https://host/a.txt is a URL: not read here"):
         listed("https://user:secret@host/a.txt")
+    with pytest.raises(InputError, match=r"the list 'a\\x00.txt' cannot be read \(ValueError: embedded null byte"):
+        listed("a\0.txt")
 
 
 def test_ids_of_a_column(tmp_path: Path) -> None:

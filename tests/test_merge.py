@@ -433,6 +433,11 @@ def test_what_lies_at_the_target_stays(shards: list[str], whole: Path, tmp_path:
         merge(shards, tmp_path / "parts.parquet")
     merge(shards, tmp_path / "parts.parquet", overwrite=True)
     assert not partial.exists()
+    partial.mkdir()
+    (partial / "mine.txt").write_text("not ours")
+    with pytest.raises(OutputError, match="it is not a run of vlmembed: move it away"):
+        merge(shards, tmp_path / "parts.parquet", overwrite=True)
+    assert (partial / "mine.txt").read_text() == "not ours"
 
 
 def test_files_that_do_not_belong_together_are_told(shards: list[str], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from functools import partial
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,15 @@ import pyarrow.parquet as pq
 import pytest
 from memory_store import DeadError, MemoryStore
 from pyarrow import fs
-from servers import breaking_proxy, s3_filesystem, s3_server, use_s3
+from servers import breaking_proxy, http_server, s3_filesystem, s3_server, use_s3
 from test_end_to_end import many_pictures, run, stop_after
 
 import vlmembed.objects
 import vlmembed.owner
 from vlmembed.errors import InputError, NothingEmbeddedError, OutputError, StorageError
 from vlmembed.localcopy import local_copy
+from vlmembed.objects import Objects
+from vlmembed.owner import Owner
 from vlmembed.remote import Remotes
 from vlmembed.schema import read_provenance
 
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from vlmembed.report import RunReport
 
 FILE, FOLDER = "s3://bucket/run/out.parquet", "s3://bucket/run/out/"
+SLOW_FOLDER = pytest.param(FOLDER, marks=pytest.mark.slow)
 ROWS = 30
 """Pictures in three parts; rows 0 and 25 are broken."""
 
@@ -132,7 +136,7 @@ def objects_of(endpoint: str, under: str) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("output", [FILE, FOLDER])
+@pytest.mark.parametrize("output", [FILE, SLOW_FOLDER])
 def test_a_run_on_s3_leaves_what_a_local_one_does(
     output: str,
     s3: str,
@@ -157,6 +161,7 @@ def test_a_run_on_s3_leaves_what_a_local_one_does(
     s3_filesystem(s3).delete_dir("bucket/run")
 
 
+@pytest.mark.slow
 def test_on_s3_another_machine_goes_on_through_connections_that_break(
     s3: str,
     machine: Callable[[str], Machine],
@@ -185,7 +190,7 @@ def test_on_s3_another_machine_goes_on_through_connections_that_break(
     s3_filesystem(s3).delete_dir("bucket/run")
 
 
-@pytest.mark.parametrize("output", [FILE, FOLDER])
+@pytest.mark.parametrize("output", [FILE, SLOW_FOLDER])
 def test_another_machine_encodes_what_is_left_and_no_more(
     output: str,
     store: MemoryStore,
@@ -228,6 +233,7 @@ def test_what_is_finished_is_known_by_its_footer_and_goes_by_overwrite_only(
     assert rows["id"].equals(expected[0]["id"])
 
 
+@pytest.mark.slow
 def test_parts_of_another_run_are_refused_and_go_by_overwrite(
     store: MemoryStore,
     machine: Callable[[str], Machine],
@@ -266,7 +272,11 @@ def test_an_upload_that_breaks_is_tried_again(
 
 
 @pytest.mark.parametrize(
-    ("word", "message"), [("part-000001.errors", "connection reset"), ("part-000002.json", "AWS Error ACCESS_DENIED")]
+    ("word", "message"),
+    [
+        ("part-000001.errors", "connection reset"),
+        pytest.param("part-000002.json", "AWS Error ACCESS_DENIED", marks=pytest.mark.slow),
+    ],
 )
 def test_an_upload_that_always_fails_stops_the_run_and_the_same_command_goes_on(
     word: str, message: str, store: MemoryStore, machine: Callable[[str], Machine], expected: tuple[pa.Table, pa.Table]
@@ -284,6 +294,7 @@ def test_an_upload_that_always_fails_stops_the_run_and_the_same_command_goes_on(
     assert one.left() == []
 
 
+@pytest.mark.slow
 def test_what_is_ahead_here_is_uploaded(
     store: MemoryStore,
     machine: Callable[[str], Machine],
@@ -300,7 +311,9 @@ def test_what_is_ahead_here_is_uploaded(
     check(store.objects, FILE, expected)
 
 
-@pytest.mark.parametrize("harm", ["damaged", "missing", "line"])
+@pytest.mark.parametrize(
+    "harm", ["damaged", *(pytest.param(each, marks=pytest.mark.slow) for each in ("missing", "line"))]
+)
 def test_parts_from_the_first_damaged_one_on_are_done_again(
     harm: str,
     store: MemoryStore,
@@ -332,38 +345,36 @@ def die_at(store: MemoryStore, operation: int) -> None:
 
 
 def die_everywhere(
-    store: MemoryStore, machine: Callable[[str], Machine], output: str, expected: tuple[pa.Table, pa.Table], step: int
+    store: MemoryStore,
+    machine: Callable[[str], Machine],
+    output: str,
+    expected: tuple[pa.Table, pa.Table],
+    **settings: Any,  # noqa: ANN401  of `EncodeConfig`
 ) -> int:
-    """Let runs die at every `step`-th write; in turn the same machine and another one go on. How many died."""
+    """Let runs die at every write; in turn the same machine and another one go on. How many died."""
+    before, times = dict(store.objects), dict(store.times)
     operation = 1
     while True:
-        store.objects.clear()
+        store.objects, store.times = dict(before), dict(times)
         first = machine(f"{operation}-a")
         die_at(store, operation)
         try:
-            first.encode(output)
+            first.encode(output, **settings)
         except DeadError:
             pass
         else:
-            return operation // step
+            return operation - 1
         store.is_dead, store.on_write = False, lambda *_: None
-        second = first if operation // step % 2 else machine(f"{operation}-b")
+        second = first if operation % 2 else machine(f"{operation}-b")
         for name in store.names():
             if second is not first and name.endswith("owner.json"):
                 with pytest.raises(OutputError, match="another process is writing to s3://bucket/run/out"):
-                    second.encode(output)
+                    second.encode(output, **settings)
                 store.times[name] -= 700  # it is known to be dead by now
-        second.encode(output)
+        second.encode(output, **settings)
         check(store.objects, output, expected)
         assert second.left() == []
-        operation += step
-
-
-@pytest.mark.parametrize("output", [FILE, FOLDER])
-def test_death_at_some_writes(
-    output: str, store: MemoryStore, machine: Callable[[str], Machine], expected: tuple[pa.Table, pa.Table]
-) -> None:
-    assert die_everywhere(store, machine, output, expected, step=5) >= 3
+        operation += 1
 
 
 @pytest.mark.slow
@@ -371,10 +382,19 @@ def test_death_at_some_writes(
 def test_death_at_every_write(
     output: str, store: MemoryStore, machine: Callable[[str], Machine], expected: tuple[pa.Table, pa.Table]
 ) -> None:
-    assert die_everywhere(store, machine, output, expected, step=1) >= 16
+    assert die_everywhere(store, machine, output, expected) >= 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("output", [FILE, FOLDER])
+def test_death_at_every_write_of_a_run_that_replaces_another(
+    output: str, store: MemoryStore, machine: Callable[[str], Machine], expected: tuple[pa.Table, pa.Table]
+) -> None:
+    machine("old").encode(output, pool="mean", rows_per_part=7)
+    assert die_everywhere(store, machine, output, expected, overwrite=True) >= 16
+
+
+@pytest.mark.parametrize("output", [FOLDER, pytest.param(FILE, marks=pytest.mark.slow)])
 def test_death_between_the_last_uploads_is_finished_without_encoding(
     output: str, store: MemoryStore, machine: Callable[[str], Machine], expected: tuple[pa.Table, pa.Table]
 ) -> None:
@@ -394,6 +414,7 @@ def test_death_between_the_last_uploads_is_finished_without_encoding(
     assert one.left() == []
 
 
+@pytest.mark.slow
 def test_what_was_finished_here_gives_way_to_what_was_written_there_since(
     store: MemoryStore, machine: Callable[[str], Machine]
 ) -> None:
@@ -439,7 +460,7 @@ def test_a_process_whose_token_is_gone_stops_and_leaves_the_output_to_the_other(
     check(store.objects, FILE, expected)
 
 
-@pytest.mark.parametrize("output", [FILE, FOLDER])
+@pytest.mark.parametrize("output", [FILE, SLOW_FOLDER])
 def test_failed_rows_of_a_remote_output_are_tried_again(
     output: str, store: MemoryStore, machine: Callable[[str], Machine], folder: Path, tmp_path: Path
 ) -> None:
@@ -526,3 +547,36 @@ def test_a_copy_of_what_is_not_there(store: MemoryStore, tmp_path: Path) -> None
             pass
     with local_copy(tmp_path / "a.parquet") as path:
         assert path == tmp_path / "a.parquet"
+
+
+def test_a_copy_from_a_web_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlmembed.localcopy.Remotes", partial(Remotes, allow_local=True))
+    files = {"/a b.parquet": b"rows", "/a b.errors.parquet": b"errors", "/c.parquet": b"more"}
+    with http_server(files) as server:
+        with local_copy(f"{server.url}/a%20b.parquet?token=x") as path:
+            assert (path.name, path.read_bytes()) == ("a b.parquet", b"rows")
+            assert path.with_suffix(".errors.parquet").read_bytes() == b"errors"
+        with local_copy(f"{server.url}/c.parquet") as path:
+            assert [each.name for each in path.parent.iterdir()] == ["c.parquet"]
+    assert not path.parent.exists()
+
+
+def test_a_claim_is_renewed_until_it_is_released(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vlmembed.owner, "RENEW_SECONDS", 0.01)
+    with Remotes(timeout_seconds=1) as remotes:
+        objects = Objects(remotes, "s3://bucket/run")
+        owner, other = Owner(objects, "owner.json", "one"), Owner(objects, "owner.json", "two")
+        assert not owner.claim()
+        deadline = time.monotonic() + 20
+        while len(store.writes) < 4:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        with pytest.raises(OutputError, match="another process is writing to s3://bucket/run"):
+            other.claim()
+        again = Owner(objects, "owner.json", "one")  # of the same working folder, after a crash
+        assert again.claim()
+        again.release()
+        owner.release()
+        assert not other.claim()
+        other.release()
+    assert store.names() == []

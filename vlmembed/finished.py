@@ -79,7 +79,10 @@ class FinishedOutput:
         """All rows in order, a few columns of them."""
         for path in self.files:
             with reading(path), open_rows(path) as rows:
-                yield from rows.iter_batches(columns=columns, batch_size=batch_rows)
+                # one by one: pyarrow would hold all row groups that it is asked for at once
+                groups = [None] if isinstance(rows, LanceRows) else [[each] for each in range(rows.num_row_groups)]
+                for some in groups:
+                    yield from rows.iter_batches(columns=columns, batch_size=batch_rows, row_groups=some)
 
     @property
     def num_rows(self) -> int:

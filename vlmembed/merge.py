@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from vlmembed.assembly import READY_ERRORS, READY_PREFIX, concatenate, publish_folder, publish_rows, write_errors
 from vlmembed.errors import AccountingError, InputError, NothingEmbeddedError, OutputError
 from vlmembed.finished import FinishedOutput, input_rows, read_tables
-from vlmembed.output import PUBLICATION, OutputPaths, drop, finish_publication, lock, write_manifest
+from vlmembed.output import PUBLICATION, OutputPaths, drop, finish_publication, lock, read_manifest, write_manifest
 from vlmembed.overlap import Overlap
 from vlmembed.parts import PartRecord, file_sha256, part_name, read_records, storing
 from vlmembed.report import RunReport
@@ -103,6 +103,7 @@ def _find_finished(paths: OutputPaths, facts: dict[str, Any], *, overwrite: bool
     Raises:
         OutputError: something else is in the way.
     """
+    read_manifest(paths.partial, ignore_damage=overwrite)  # a folder that is not ours is not emptied, whatever is asked
     if overwrite:
         return None
     if read_records(paths.partial):

@@ -284,7 +284,7 @@ class Mirror:
             yield
         except (OSError, pa.ArrowException) as error:
             msg = (
-                f"cannot write {self._url} ({error}): what was committed is kept, in {self.paths.output.parent} too; "
+                f"cannot write {self._url} ({error}): what was committed is kept, also in {self.paths.output.parent}; "
                 "check the network and your rights there, and the same command goes on from there"
             )
             raise StorageError(msg) from error

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Protocol
 from vlmembed.urls import shown_url
 
 if TYPE_CHECKING:
-    from collections.abc import Buffer, Callable
+    from collections.abc import Callable
     from concurrent.futures import Executor
+
+    from _typeshed import WriteableBuffer
 
 FIRST_BYTES = 512 * 2**10
 """What is read at a place that no reading led to, unless more is asked for: often it is a footer or a header."""
@@ -84,7 +86,7 @@ class RemoteFile(io.RawIOBase):
         self._position = offset
         return offset
 
-    def readinto(self, buffer: Buffer, /) -> int:
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
         """Fill the buffer, as far as the file goes: `pa.PythonFile` takes less for the end."""
         self._check_open()
         view = memoryview(buffer).cast("B")

@@ -30,6 +30,7 @@ from vlmembed.merging import merge_rows
 from vlmembed.output import publish
 from vlmembed.parts import PartRecord, file_sha256, storing
 from vlmembed.schema import ERRORS_SCHEMA, with_provenance
+from vlmembed.sources.shard import shard_entries
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -188,7 +189,8 @@ class Retry:
             "failed": before["failed"] - num_new,
             "codes": dict(new.store.codes()),
         }
-        fingerprint = self.facts["fingerprint"] | {"source_sha256": self._whole.digest}
+        now = {"source_sha256": self._whole.digest, **shard_entries(self._whole)}
+        fingerprint = self.facts["fingerprint"] | now
         retried = [*self.facts.get("retried", []), {name: again[name] for name in ("backend", "versions")}]
         return {**self.facts, "counts": counts, "fingerprint": fingerprint, "retried": retried}
 

@@ -42,7 +42,7 @@ _REFUSALS = {
 }
 """What no further try changes, by what stands in the text of the error, which has no code of its own."""
 
-_REFUSED_STATUS = re.compile(r"HTTP status 4(?!08|25|29)\d\d")
+_REFUSED_STATUS = re.compile(r"HTTP status 4(?!08|25|29)\d\d|Client [Ee]rror '4(?!08|25|29)\d\d")
 
 
 class Store:
@@ -112,18 +112,22 @@ class Store:
             )
 
     def _told(self, url: str) -> AbstractContextManager[None]:
-        return told(url, lambda: self._has_bucket(url))
+        return told(url, lambda: self._absence(url))
 
-    def _has_bucket(self, url: str) -> bool:
-        """Whether an object that is not there at least has a bucket; True where that is not to be found out."""
-        bucket = parse_store_url(url).path.partition("/")[0]
-        if self._scheme == "hf" or bucket in self._found_buckets:
-            return True
-        with suppress(OSError):
-            if self.filesystem.get_file_info(bucket).type == fs.FileType.NotFound:
-                return False
-        self._found_buckets.add(bucket)
-        return True
+    def _absence(self, url: str) -> str:
+        """What to say of an object that is not there; raises where it only seemed so."""
+        path = parse_store_url(url).path
+        if self._scheme == "hf":
+            with told(url):
+                self.filesystem.handler.fs.info(path)  # pyarrow takes a broken connection to the hub for an absence
+            return "is not there"
+        bucket = path.partition("/")[0]
+        if bucket not in self._found_buckets:
+            with suppress(OSError):
+                if self.filesystem.get_file_info(bucket).type == fs.FileType.NotFound:
+                    return "is not there: there is no such bucket"
+            self._found_buckets.add(bucket)
+        return "is not there"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -201,8 +205,8 @@ class StoreObject:
 
 
 @contextmanager
-def told(url: str, has_bucket: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Tell what goes wrong with an object as OSError. `has_bucket` is asked where it is not there.
+def told(url: str, absence: Callable[[], str] = lambda: "is not there") -> Iterator[None]:
+    """Tell what goes wrong with an object as OSError. `absence` is asked what to say where it is not there.
 
     Raises:
         FileNotFoundError: it is not there.
@@ -214,8 +218,11 @@ def told(url: str, has_bucket: Callable[[], bool] = lambda: True) -> Iterator[No
     except (TransientError, ChangedError):
         raise
     except FileNotFoundError as error:
-        msg = f"{shown} is not there" if has_bucket() else f"{shown}: there is no such bucket"
+        msg = f"{shown} {absence()}"
         raise FileNotFoundError(msg) from error
+    except (ValueError, NotImplementedError) as error:
+        msg = f"{shown} is no name of an object: {_first_line(error)}"
+        raise OSError(msg) from error
     except PermissionError as error:
         msg = f"{shown}: access is denied: {_first_line(error)}"
         raise PermissionError(msg) from error

@@ -101,8 +101,9 @@ def translated(url: str) -> Iterator[None]:
         msg = f"{shown}: the host's name cannot be resolved ({error.strerror})"
         raise (TransientError(msg) if error.errno == socket.EAI_AGAIN else OSError(msg)) from error
     except httpcore2.ConnectError as error:
-        if isinstance(error.__cause__, ssl.SSLCertVerificationError):
-            msg = f"{shown}: the server's certificate is not trusted ({error.__cause__.verify_message})"
+        cause = error.args[0] if error.args else None
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            msg = f"{shown}: the server's certificate is not trusted ({cause.verify_message})"
             raise OSError(msg) from error
         msg = f"{shown}: no connection ({error})"
         raise TransientError(msg) from error

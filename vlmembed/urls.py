@@ -1,8 +1,8 @@
 """URLs as people write them: which are read, how they are joined, and how messages show them.
 
 The key of an object in s3://, gs:// and hf:// is text as it stands: nothing in it is percent-encoded. Options may
-follow behind the last ``?`` as ``name=value&...``; what looks otherwise belongs to the key. A key that ends in what looks
-like options is written with a bare ``?`` behind it.
+follow behind the last ``?`` as ``name=value&...``; what looks otherwise belongs to the key. A key that ends in what
+looks like options is written with a bare ``?`` behind it.
 """
 
 from __future__ import annotations

@@ -74,7 +74,8 @@ class ForwardFile:
 
     def read(self, num_bytes: int) -> bytes:
         """The next bytes; fewer only at the end. Raises `READ_ERRORS`."""
-        if num_bytes <= CHUNK_BYTES:
+        is_there = self.can_seek and self._num_bytes is not None and self.position + num_bytes <= self._num_bytes
+        if is_there or num_bytes <= CHUNK_BYTES:
             return self._read_chunk(num_bytes)
         content = io.BytesIO()
         while (left := num_bytes - content.tell()) and (chunk := self._read_chunk(min(CHUNK_BYTES, left))):

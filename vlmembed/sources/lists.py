@@ -38,7 +38,7 @@ STDIN = "-"
 
 _HEAD_BYTES = 64
 _IDS_AT_ONCE = 4096
-_DAMAGE = (OSError, EOFError, zlib.error)
+_DAMAGE = (OSError, EOFError, ValueError, zlib.error)
 
 
 class ListSource:
@@ -129,8 +129,10 @@ class ListSource:
         elif not (entry.written and entry.written.strip()):
             location = ImageError(FailureCode.NULL, f"line {entry.line} of {key} names no picture")
         else:
-            location = resolve(base, entry.written)
-            line = escape_name(without_options(entry.written))
+            written = entry.written.strip()
+            written = written if is_url(written) else entry.written  # a path may begin or end with a blank
+            location = resolve(base, written)
+            line = escape_name(_public(written))
         if self._id_column:
             self._new_ids.append(line if entry.problem is not None else entry.id)
             row_key = line if entry.problem is not None else str(entry.id)
@@ -141,7 +143,7 @@ class ListSource:
             told = location.code.value
         else:
             self._records.add([row_key, entry.kept, None, location])
-            told = without_options(location)
+            told = _public(location)
         self._hash.update(json.dumps([row_key, entry.kept, told]).encode() + b"\n")
         self._keys_hash.update(json.dumps(row_key).encode() + b"\n")
 
@@ -187,6 +189,11 @@ def _opened(name: str, reader: ReadAhead, stack: ExitStack) -> io.BufferedReader
     if stream.peek(2)[:2] == b"\x1f\x8b":
         return stack.enter_context(gzip.GzipFile(fileobj=stream))
     return stream
+
+
+def _public(location: str) -> str:
+    """A path or URL without passwords; most have none, and there are many."""
+    return without_options(location) if "@" in location or "?" in location else location
 
 
 def _check_found(formats: ListReader, keys: Sequence[str]) -> None:
