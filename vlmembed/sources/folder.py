@@ -34,6 +34,8 @@ def escape_name(name: str) -> str:
     Bytes that do not decode become ``\xNN``. So that this cannot collide with a name that holds a backslash itself,
     backslashes are doubled; names without either stay as they are.
     """
+    if name.isascii() and "\\" not in name:
+        return name
     escaped = name.replace("\\", "\\\\")
     return "".join(f"\\x{ord(char) - 0xDC00:02x}" if "\udc80" <= char <= "\udcff" else char for char in escaped)
 

@@ -56,7 +56,7 @@ class UnreadRow:
 
     Attributes:
         path: the file's path, or the URL of one.
-        trusted: a URL that the user named, and not one that came with the data: it may lead into the local network.
+        trusted: a URL that the user named, and not one that came with the data: its options may name a server.
         num_bytes: the file's size, once it was found to be a larger one.
     """
 
