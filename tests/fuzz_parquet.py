@@ -217,7 +217,7 @@ def check(data: bytes) -> None:
                 continue
             with closing(source):
                 images = list(islice(source.read(0), MAX_ROWS))
-                num_rows = min(source.num_rows, MAX_ROWS)
+                num_rows = min(source.num_rows or 0, MAX_ROWS)
                 assert [image.row for image in images] == list(range(num_rows))
                 assert len({image.key for image in images}) == num_rows
                 assert all(isinstance(image.content, (bytes, ImageError)) for image in images)

@@ -12,6 +12,7 @@ import faiss
 import numpy as np
 import pandas as pd
 import polars as pl
+import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
@@ -21,6 +22,7 @@ from test_reuse import write_output
 
 from vlmembed.errors import ConfigError, InputError, OutputError, StorageError
 from vlmembed.export import export
+from vlmembed.finished import FinishedOutput
 from vlmembed.schema import VectorColumn
 
 if TYPE_CHECKING:
@@ -139,6 +141,16 @@ def test_an_export_that_is_killed_leaves_no_pair_that_does_not_fit(
         (tmp_path / "npy" / f".{name}.tmp").touch()  # as SIGKILL leaves it
         (tmp_path / "npy" / name).unlink(missing_ok=True)
     assert export(second, tmp_path / "npy").num_rows == 9
+
+
+def test_no_more_than_a_row_group_is_held(tmp_path: Path) -> None:
+    wide = VectorColumn(name="embedding", width=4096)
+    path = write_output(tmp_path / "out.parquet", range(400), (wide,), row_group_size=20)
+    before, most = pa.total_allocated_bytes(), 0
+    for _ in FinishedOutput.open(path).batches(["id", "embedding"], 1024):
+        most = max(most, pa.total_allocated_bytes() - before)
+    assert path.stat().st_size > 5 * 2**20
+    assert 0 < most < 2 * 2**20
 
 
 def test_other_readers_open_a_folder_of_parts(tmp_path: Path) -> None:

@@ -273,7 +273,5 @@ def test_an_output_on_s3_is_the_local_one(
     client = fs.S3FileSystem(endpoint_override=s3, region="us-east-1")
     table = pq.read_table("bucket/out.parquet", filesystem=client)
     vectors = table["embedding"].combine_chunks().flatten().to_numpy().reshape(NUM_PICTURES, -1)
-    check_same(
-        dict(zip(table["id"].to_pylist(), vectors, strict=True)), expected, [f"s.tar!/{name}" for name in NAMES]
-    )
+    check_same(dict(zip(table["id"].to_pylist(), vectors, strict=True)), expected, [f"s.tar!/{name}" for name in NAMES])
     assert vlmembed.encode(config).already_complete

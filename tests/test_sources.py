@@ -19,7 +19,7 @@ from vlmembed.config import EncodeConfig
 from vlmembed.errors import ConfigError, FailureCode, ImageError, InputError
 from vlmembed.sources import open_source
 from vlmembed.sources.columns import find_image_column
-from vlmembed.sources.folder import escape_name
+from vlmembed.sources.ids import escape_name
 from vlmembed.sources.readahead import read_content
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def opened(*inputs: object, **settings: Any) -> Source:  # noqa: ANN401
 
 def rows_of(source: Source, start: int = 0) -> list[EncodedImage]:
     rows = list(source.read(start))
-    assert [image.row for image in rows] == list(range(start, source.num_rows))
+    assert [image.row for image in rows] == list(range(start, source.num_rows or 0))
     assert len({image.key for image in rows}) == len(rows)
     return rows
 
@@ -380,7 +380,7 @@ def test_parquet_beside_pictures_is_counted_not_read(tmp_path: Path) -> None:
     assert keys_of(source) == ["a.png"]
     assert source.skipped == {".parquet": 1}
     mixed = opened(tmp_path / "t.parquet", tmp_path / "a.png", SAMPLES / "drawings")
-    assert [image.row for image in mixed.read(1)] == list(range(1, mixed.num_rows))
+    assert [image.row for image in mixed.read(1)] == list(range(1, mixed.num_rows or 0))
     assert rows_of(mixed)[0].key.endswith("t.parquet#0")
 
 

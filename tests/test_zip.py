@@ -153,6 +153,11 @@ def test_archives_written_to_a_pipe_or_behind_other_bytes_are_read(tmp_path: Pat
     assert outcomes(opened(write(tmp_path / "p.zip", b"#!/bin/sh" * 999 + pipe.getvalue()))) == expected
 
 
+def test_a_member_without_a_name_is_told_by_its_bytes(tmp_path: Path) -> None:
+    source = opened(write(tmp_path / "p.zip", pack((zipfile.ZipInfo(""), PNG), ("a.jpg", JPEG))))
+    assert outcomes(source) == [("p.zip!/", PNG), ("p.zip!/a.jpg", JPEG)]
+
+
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 def test_names_that_come_twice_are_numbered(tmp_path: Path) -> None:
     archive = pack(("a.jpg", b"1"), ("a.jpg#2", PNG), ("a.jpg", b"3"))

@@ -192,8 +192,8 @@ def merge(*, output: str, shards: tuple[str, ...], overwrite: bool, verbose: boo
     Duplicates are found across shards.
     """
     _set_up_logging(verbose=verbose)
-    from vlmembed.merge import merge as run_merge  # noqa: PLC0415  keeps `--help` light
     from vlmembed.localcopy import local_copy  # noqa: PLC0415  the same
+    from vlmembed.merge import merge as run_merge  # noqa: PLC0415  keeps `--help` light
 
     with ExitStack() as stack:
         paths = [str(stack.enter_context(local_copy(shard))) for shard in shards]

@@ -11,6 +11,7 @@ from vlmembed.errors import ConfigError
 from vlmembed.finished import FinishedOutput
 from vlmembed.provenance import encoder_fingerprint
 from vlmembed.reuse import EarlierOutputs
+from vlmembed.urls import is_url, shown_url
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -89,7 +90,11 @@ def check_reuse(config: EncodeConfig) -> None:
         InputError: one cannot be read. ConfigError: nothing would ever be found in it.
     """
     dedup = config.dedup
-    for path in map(Path, config.reuse):
+    for name in config.reuse:
+        if is_url(str(name)):
+            msg = f"--reuse {shown_url(str(name))} is a URL; look-ups need a disk: download it, and name the copy"
+            raise ConfigError(msg)
+        path = Path(name)
         theirs = FinishedOutput.open(path).provenance.get("fingerprint", {}).get("dedup")
         if (theirs == "pixels") != (dedup == "pixels"):
             msg = f"--reuse {path} was made with --dedup {theirs}, whose hashes are others than --dedup {dedup}'s"

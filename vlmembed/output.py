@@ -31,7 +31,7 @@ LANCE = ".lance"
 GONE_PREFIX = "gone."
 """What a publication replaces, where it is a folder, waits under such a name in the partial folder to be removed."""
 
-_OWN = re.compile(r"_SUCCESS|_errors\.parquet|_partial|part-\d{6,}\.parquet|\.\S+\.tmp")
+OWN_NAMES = re.compile(r"_SUCCESS|_errors\.parquet|_partial|part-\d{6,}\.parquet|\.\S+\.tmp")
 """What may lie in a folder output."""
 
 
@@ -92,7 +92,7 @@ class OutputPaths:
             msg = f"output {str(self.output)!r} is a file: name it without the slash, or choose another"
             raise OutputError(msg)
         names = {path.name for path in self.output.iterdir()} if self.output.exists() else set()
-        others = sorted(name for name in names if not _OWN.fullmatch(name))
+        others = sorted(name for name in names if not OWN_NAMES.fullmatch(name))
         if names and not names & {SUCCESS, PARTIAL}:
             others = others or sorted(names)
         if others:

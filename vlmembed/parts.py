@@ -22,8 +22,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from vlmembed.atomic import atomic
 from vlmembed.errors import AccountingError, FailureCode, OutputError, StorageError
-from vlmembed.output import atomic
 from vlmembed.schema import ERRORS_SCHEMA, HASH_BYTES
 from vlmembed.types import Embedded, Failure
 

@@ -228,7 +228,7 @@ def _recipe(config: EncodeConfig, rule: ResizeRule, decided: EncodeConfig) -> En
     budget = decided.max_tokens_per_batch
     if config.max_tokens_per_batch is None and budget is not None and budget < rule.max_tokens_per_image:
         budget = None
-    return replace(decided, overwrite=False, retry_failed=False, max_tokens_per_batch=budget)
+    return replace(decided, overwrite=False, retry_failed=False, work_dir=None, max_tokens_per_batch=budget)
 
 
 def _inherit_shape(config: EncodeConfig, before: dict[str, Any]) -> EncodeConfig:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from vlmembed.errors import InputError, OutputError
-from vlmembed.output import _OWN, PARTIAL, SUCCESS
+from vlmembed.output import OWN_NAMES, PARTIAL, SUCCESS
 from vlmembed.parts import PartRecord
 from vlmembed.schema import read_provenance
 
@@ -159,7 +159,7 @@ def _finished(objects: Objects, names: RemoteNames, *, is_whole: bool) -> dict[s
 
 def _check_folder(objects: Objects, names: RemoteNames) -> None:
     there = objects.list(names.output).keys()
-    others = sorted(name for name in there if not _OWN.fullmatch(name))
+    others = sorted(name for name in there if not OWN_NAMES.fullmatch(name))
     if there and not there & {SUCCESS, PARTIAL}:
         others = others or sorted(there)
     if others:

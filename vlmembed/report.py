@@ -18,7 +18,7 @@ class RunReport:
     """What a run did.
 
     Attributes:
-        output, errors: the two files.
+        output, errors: the two files; URLs where the output is remote.
         num_rows: input rows = `num_embedded` + `num_duplicates` + `num_failed`.
         codes: failed rows by code. skipped: files that were no rows, by kind.
         already_complete: nothing was done, the output of this very run was there.
@@ -35,8 +35,8 @@ class RunReport:
         slowest_stage, slowest_share: the busiest stage and its share of the time, 0 to 1.
     """
 
-    output: Path
-    errors: Path
+    output: Path | str
+    errors: Path | str
     num_rows: int
     num_embedded: int
     num_duplicates: int

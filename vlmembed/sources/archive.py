@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from vlmembed.errors import FailureCode, ImageError, InputError
 from vlmembed.formats import picture_extensions, sniff_format
 from vlmembed.remote import is_url
-from vlmembed.sources import folder
+from vlmembed.sources.ids import escape_name
 from vlmembed.sources.readahead import open_without_waiting
 
 if TYPE_CHECKING:
@@ -150,4 +150,4 @@ def count_kind(skipped: Counter[str], kind: str) -> None:
 
 def kind_of(name: str) -> str:
     """As what a member that is no picture is counted."""
-    return folder.escape_name(extension_of(name)[:_MAX_EXTENSION_CHARS]) or "no extension"
+    return escape_name(extension_of(name)[:_MAX_EXTENSION_CHARS]) or "no extension"

@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from vlmembed.errors import StorageError
 from vlmembed.formats import SNIFF_BYTES, picture_extensions, sniff_format
+from vlmembed.sources.ids import escape_name
 from vlmembed.sources.kinds import kind_of_name
 from vlmembed.sources.readahead import UnreadRow, open_without_waiting
 
@@ -26,18 +27,6 @@ if TYPE_CHECKING:
     from vlmembed.remote import RemoteInfo
     from vlmembed.sources.readahead import ReadAhead
     from vlmembed.types import EncodedImage
-
-
-def escape_name(name: str) -> str:
-    r"""A path as valid Unicode, different for different paths.
-
-    Bytes that do not decode become ``\xNN``. So that this cannot collide with a name that holds a backslash itself,
-    backslashes are doubled; names without either stay as they are.
-    """
-    if name.isascii() and "\\" not in name:
-        return name
-    escaped = name.replace("\\", "\\\\")
-    return "".join(f"\\x{ord(char) - 0xDC00:02x}" if "\udc80" <= char <= "\udcff" else char for char in escaped)
 
 
 def key_of(path: str, root: str, prefix: str) -> str:

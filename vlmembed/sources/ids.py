@@ -16,6 +16,18 @@ if TYPE_CHECKING:
     from typing import Self
 
 
+def escape_name(name: str) -> str:
+    r"""A path as valid Unicode, different for different paths.
+
+    Bytes that do not decode become ``\xNN``. So that this cannot collide with a name that holds a backslash itself,
+    backslashes are doubled; names without either stay as they are.
+    """
+    if name.isascii() and "\\" not in name:
+        return name
+    escaped = name.replace("\\", "\\\\")
+    return "".join(f"\\x{ord(char) - 0xDC00:02x}" if "\udc80" <= char <= "\udcff" else char for char in escaped)
+
+
 class IdIndex:
     """All ids of a run, which must be present and unique: told before the run, not after it."""
 
@@ -76,7 +88,9 @@ class UniqueNames:
     """
 
     def __init__(self) -> None:
-        self._database = sqlite3.connect("", isolation_level=None)  # a scratch database, on disk once it grows
+        self._database = sqlite3.connect(
+            "", isolation_level=None, check_same_thread=False
+        )  # a scratch database, on disk once it grows
         for pragma in ("journal_mode = OFF", "synchronous = OFF", f"cache_size = -{CACHE_KIB}"):
             self._database.execute(f"PRAGMA {pragma}")
         self._database.execute("CREATE TABLE names (name TEXT PRIMARY KEY, copies INTEGER) WITHOUT ROWID")

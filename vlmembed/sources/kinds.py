@@ -6,7 +6,7 @@ import os
 import stat
 from typing import Literal, TypeAlias
 
-from vlmembed.sources.tar import is_tar
+from vlmembed.sources.tarnames import is_tar
 
 LANCE = ".lance"
 

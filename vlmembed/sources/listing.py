@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from vlmembed.errors import InputError
 from vlmembed.formats import picture_extensions
-from vlmembed.sources.folder import FolderSource, Walk, escape_name, identity_of, key_of
+from vlmembed.sources.folder import FolderSource, Walk, identity_of, key_of
 from vlmembed.sources.hfstate import inside, is_hf_dataset
+from vlmembed.sources.ids import escape_name
 from vlmembed.sources.kinds import is_lance_dataset, kind_of_file, kind_of_name
 from vlmembed.sources.lists import is_list
 from vlmembed.sources.names import check_overlap, expand_braces, fixed_part, has_pattern, url_pattern

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from vlmembed.errors import FailureCode, ImageError, InputError
-from vlmembed.sources.folder import escape_name
-from vlmembed.sources.ids import IdIndex, UniqueNames
+from vlmembed.sources.ids import IdIndex, UniqueNames, escape_name
 from vlmembed.sources.list_formats import ListReader, is_list, list_format
 from vlmembed.sources.list_lines import looks_like_json
 from vlmembed.sources.locations import resolve, shown

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from vlmembed.errors import FailureCode, ImageError
 from vlmembed.formats import SNIFF_BYTES
-from vlmembed.sources import folder
 from vlmembed.sources.archive import (
     count_kind,
     describe,
@@ -21,7 +20,7 @@ from vlmembed.sources.archive import (
     too_large,
 )
 from vlmembed.sources.forward import READ_ERRORS, ForwardFile
-from vlmembed.sources.ids import UniqueNames
+from vlmembed.sources.ids import UniqueNames, escape_name
 from vlmembed.sources.samples import MAX_TEXT_BYTES, SampleBuffer, split_name
 from vlmembed.sources.tarmembers import read_members
 from vlmembed.types import EncodedImage
@@ -104,7 +103,7 @@ class TarPass:
         if not is_picture(member.name, head):
             self._take_text(file, member, head, extension)
             return False
-        key = names.key(f"{self._archive.key}!/{folder.escape_name(member.name)}")
+        key = names.key(f"{self._archive.key}!/{escape_name(member.name)}")
         content, lost = self._content(file, member, head) if self._is_wanted else self._pass_over(file, member)
         if lost:
             logger.error("%s: %s; what follows it is lost", key, content)

@@ -18,7 +18,6 @@ import pyarrow as pa
 
 from vlmembed.errors import ImageError, InputError
 from vlmembed.formats import SNIFF_BYTES
-from vlmembed.sources import folder
 from vlmembed.sources.archive import (
     count_kind,
     has_picture_extension,
@@ -29,7 +28,7 @@ from vlmembed.sources.archive import (
     open_archive,
 )
 from vlmembed.sources.base import rows_between
-from vlmembed.sources.ids import UniqueNames
+from vlmembed.sources.ids import UniqueNames, escape_name
 from vlmembed.sources.scratch import Records
 from vlmembed.sources.zipmembers import HEADER_BYTES, ZipMember
 from vlmembed.types import EncodedImage
@@ -116,7 +115,7 @@ class ZipSource:
                     if kind or not _is_picture(file, name, member):
                         count_kind(self.skipped, kind or kind_of(name))
                     else:
-                        self._add_row(names.key(f"{archive.key}!/{folder.escape_name(name)}"), member)
+                        self._add_row(names.key(f"{archive.key}!/{escape_name(name)}"), member)
         except (ImageError, *_DIRECTORY_ERRORS) as error:
             msg = f"{archive.key!r} cannot be read as a zip ({error}): write it again, or leave it out"
             raise InputError(msg) from error
@@ -187,7 +186,7 @@ def _read_directory(file: io.BufferedReader) -> Iterator[tuple[str, str, ZipMemb
 
 
 def _kind_of_entry(entry: zipfile.ZipInfo) -> str:
-    if entry.is_dir():
+    if entry.filename.endswith("/"):  # `is_dir` fails of a name that is empty
         return "folder"
     mode = entry.external_attr >> _MODE_SHIFT
     if stat.S_ISLNK(mode):
