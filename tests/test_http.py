@@ -20,14 +20,14 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from servers import HttpServer, http_server
 
-from vlmembed import guard, retries
-from vlmembed.downloads import Oversized, read_whole
 from vlmembed.errors import FailureCode, ImageError, InputError
-from vlmembed.guard import local_kind
-from vlmembed.http import HttpClient
-from vlmembed.remote import Remotes
-from vlmembed.transport import parse_web_url
-from vlmembed.urls import shown_url
+from vlmembed.remote import guard, retries
+from vlmembed.remote.downloads import Oversized, read_whole
+from vlmembed.remote.guard import local_kind
+from vlmembed.remote.http import HttpClient
+from vlmembed.remote.remotes import Remotes
+from vlmembed.remote.transport import parse_web_url
+from vlmembed.remote.urls import shown_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,7 +11,7 @@ from conftest import SAMPLES
 from servers import http_server
 
 from vlmembed.errors import ImageError, InputError
-from vlmembed.remote import Remotes
+from vlmembed.remote.remotes import Remotes
 from vlmembed.sources.lists import ListSource
 from vlmembed.sources.readahead import ReadAhead
 

@@ -17,13 +17,13 @@ from pyarrow import fs
 from servers import breaking_proxy, http_server, s3_filesystem, s3_server, use_s3
 from test_end_to_end import many_pictures, run, stop_after
 
-import vlmembed.objects
-import vlmembed.owner
+import vlmembed.mirror.objects
+import vlmembed.mirror.owner
 from vlmembed.errors import InputError, NothingEmbeddedError, OutputError, StorageError
-from vlmembed.localcopy import local_copy
-from vlmembed.objects import Objects
-from vlmembed.owner import Owner
-from vlmembed.remote import Remotes
+from vlmembed.mirror.localcopy import local_copy
+from vlmembed.mirror.objects import Objects
+from vlmembed.mirror.owner import Owner
+from vlmembed.remote.remotes import Remotes
 from vlmembed.schema import read_provenance
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
     memory = MemoryStore()
     monkeypatch.setattr(Remotes, "filesystem", lambda *_: (memory, ""))
     monkeypatch.setattr(Remotes, "open", lambda _, url: memory.open(url))
-    monkeypatch.setattr(vlmembed.objects, "PAUSES_SECONDS", (0.0, 0.0))
-    monkeypatch.setattr(vlmembed.owner, "RENEW_SECONDS", 3600.0)
+    monkeypatch.setattr(vlmembed.mirror.objects, "PAUSES_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(vlmembed.mirror.owner, "RENEW_SECONDS", 3600.0)
     return memory
 
 
@@ -111,7 +111,7 @@ def check(objects: dict[str, bytes], output: str, expected: tuple[pa.Table, pa.T
 
 def interrupt(machine: Machine, output: str, parts: int, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:  # noqa: ANN401
     """End a run, as by Ctrl-C, once so many parts are committed, here and there."""
-    from vlmembed.mirror import Mirror  # noqa: PLC0415  patched here alone
+    from vlmembed.mirror.mirror import Mirror  # noqa: PLC0415  patched here alone
 
     with monkeypatch.context() as patch:
         stop_after(parts, patch)
@@ -169,7 +169,7 @@ def test_on_s3_another_machine_goes_on_through_connections_that_break(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     use_s3(s3, monkeypatch)
-    monkeypatch.setattr(vlmembed.objects, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(vlmembed.mirror.objects, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
     interrupt(machine("one"), FILE, 2, monkeypatch)
     there = objects_of(s3, "bucket/run/out.parquet.partial")
     assert len(there) == 7  # two parts of three, and the manifest
@@ -550,7 +550,7 @@ def test_a_copy_of_what_is_not_there(store: MemoryStore, tmp_path: Path) -> None
 
 
 def test_a_copy_from_a_web_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlmembed.localcopy.Remotes", partial(Remotes, allow_local=True))
+    monkeypatch.setattr("vlmembed.mirror.localcopy.Remotes", partial(Remotes, allow_local=True))
     files = {"/a b.parquet": b"rows", "/a b.errors.parquet": b"errors", "/c.parquet": b"more"}
     with http_server(files) as server:
         with local_copy(f"{server.url}/a%20b.parquet?token=x") as path:
@@ -562,7 +562,7 @@ def test_a_copy_from_a_web_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_claim_is_renewed_until_it_is_released(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vlmembed.owner, "RENEW_SECONDS", 0.01)
+    monkeypatch.setattr(vlmembed.mirror.owner, "RENEW_SECONDS", 0.01)
     with Remotes(timeout_seconds=1) as remotes:
         objects = Objects(remotes, "s3://bucket/run")
         owner, other = Owner(objects, "owner.json", "one"), Owner(objects, "owner.json", "two")

@@ -17,11 +17,11 @@ import pytest
 from huggingface_hub import HfFileSystem
 from servers import breaking_proxy, http_server, put_s3, s3_environment, s3_filesystem, s3_server, times, use_s3
 
-from vlmembed import remote_file, retries, store_options
 from vlmembed.errors import FailureCode, ImageError, InputError
-from vlmembed.remote import Remotes, is_url, join_url, without_options
-from vlmembed.remote_file import RangedBlocks, RemoteFile
-from vlmembed.urls import parse_store_url, shown_url
+from vlmembed.remote import remote_file, retries, store_options
+from vlmembed.remote.remote_file import RangedBlocks, RemoteFile
+from vlmembed.remote.remotes import Remotes, is_url, join_url, without_options
+from vlmembed.remote.urls import parse_store_url, shown_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

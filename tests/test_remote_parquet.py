@@ -12,9 +12,9 @@ import pytest
 from servers import http_server
 from test_hf_dataset import picture, table_of, write_stream
 
-from vlmembed import remote_file
 from vlmembed.errors import ImageError, InputError
-from vlmembed.remote import Remotes
+from vlmembed.remote import remote_file
+from vlmembed.remote.remotes import Remotes
 from vlmembed.sources import ipcfile
 from vlmembed.sources.arrow import HFDatasetSource
 from vlmembed.sources.hfstate import inside, is_hf_dataset

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from servers import http_server
 
 from vlmembed.errors import FailureCode, ImageError, InputError
-from vlmembed.remote import Remotes
+from vlmembed.remote.remotes import Remotes
 from vlmembed.sources import samples, tarmembers
 from vlmembed.sources.tar import TAR_HEAD_BYTES, TarSource, is_tar
 

@@ -17,7 +17,7 @@ from servers import http_server
 from test_tar import JPEG, MEGABYTE, PNG, FakeFile, FakeRemotes, shown, write
 
 from vlmembed.errors import ImageError, InputError
-from vlmembed.remote import Remotes
+from vlmembed.remote.remotes import Remotes
 from vlmembed.sources.zip import ZipSource
 
 if TYPE_CHECKING:

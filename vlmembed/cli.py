@@ -144,7 +144,7 @@ def encode(*, no_progress: bool, verbose: bool, keep_columns: tuple[str, ...], *
 def inspect(file: str) -> None:
     """Show rows, width, duplicates, failures, provenance and the nearest pairs of an output FILE."""
     from vlmembed.inspect import inspect as run_inspect  # noqa: PLC0415  keeps `--help` light
-    from vlmembed.localcopy import local_copy  # noqa: PLC0415  the same
+    from vlmembed.mirror.localcopy import local_copy  # noqa: PLC0415  the same
 
     with local_copy(file) as path:
         click.echo(describe_inspection(run_inspect(path)))
@@ -171,7 +171,7 @@ def verify(
     """Read, hash and encode rows of the output FILE again, and report the largest deviation; exit code 3 beyond the
     tolerance. INPUT... stand for the recorded ones where the pictures have moved."""
     _set_up_logging(verbose=verbose)
-    from vlmembed.localcopy import local_copy  # noqa: PLC0415  keeps `--help` light
+    from vlmembed.mirror.localcopy import local_copy  # noqa: PLC0415  keeps `--help` light
     from vlmembed.verify import verify as run_verify  # noqa: PLC0415  loads torch
 
     with local_copy(file) as path:
@@ -192,8 +192,8 @@ def merge(*, output: str, shards: tuple[str, ...], overwrite: bool, verbose: boo
     Duplicates are found across shards.
     """
     _set_up_logging(verbose=verbose)
-    from vlmembed.localcopy import local_copy  # noqa: PLC0415  the same
     from vlmembed.merge import merge as run_merge  # noqa: PLC0415  keeps `--help` light
+    from vlmembed.mirror.localcopy import local_copy  # noqa: PLC0415  the same
 
     with ExitStack() as stack:
         paths = [str(stack.enter_context(local_copy(shard))) for shard in shards]
@@ -210,7 +210,7 @@ def export(*, output: str, folder: Path, dtype: str, no_duplicates: bool, overwr
     """Write the vectors of OUTPUT as FOLDER/embeddings.npy, and their ids as FOLDER/ids.jsonl, a JSON string a line:
     what faiss and other indexes take."""
     from vlmembed.export import export as run_export  # noqa: PLC0415  keeps `--help` light
-    from vlmembed.localcopy import local_copy  # noqa: PLC0415  the same
+    from vlmembed.mirror.localcopy import local_copy  # noqa: PLC0415  the same
 
     with local_copy(output) as path:
         found = run_export(str(path), folder, dtype=dtype, duplicates=not no_duplicates, overwrite=overwrite)

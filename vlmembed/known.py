@@ -10,8 +10,8 @@ from vlmembed.cache import EmbeddingCache
 from vlmembed.errors import ConfigError
 from vlmembed.finished import FinishedOutput
 from vlmembed.provenance import encoder_fingerprint
+from vlmembed.remote.urls import is_url, shown_url
 from vlmembed.reuse import EarlierOutputs
-from vlmembed.urls import is_url, shown_url
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

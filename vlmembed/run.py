@@ -15,7 +15,8 @@ from vlmembed.decoders import ThreadDecoders
 from vlmembed.dedup import HashIndex
 from vlmembed.errors import NothingEmbeddedError, OutputError, RowFailedError
 from vlmembed.known import Known, check_reuse
-from vlmembed.mirror import open_mirror
+from vlmembed.mirror.mirror import open_mirror
+from vlmembed.mirror.remoterun import is_remote
 from vlmembed.output import (
     PUBLICATION,
     OutputPaths,
@@ -31,7 +32,6 @@ from vlmembed.pipeline import Pipeline
 from vlmembed.plan import Earlier, Plan, find_earlier, make_plan, max_row_bytes
 from vlmembed.progress import ProgressBar, StageClock
 from vlmembed.provenance import encoder_fingerprint
-from vlmembed.remoterun import is_remote
 from vlmembed.report import RunReport
 from vlmembed.retry import Retry
 from vlmembed.reuse import EarlierOutputs
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from vlmembed.config import EncodeConfig
     from vlmembed.decoders import DecodePool
-    from vlmembed.mirror import Mirror
+    from vlmembed.mirror.mirror import Mirror
     from vlmembed.parts import PartRecord
 
 logger = logging.getLogger(__name__)

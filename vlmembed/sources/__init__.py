@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlmembed.errors import ConfigError, InputError
-from vlmembed.remote import Remotes, is_url
+from vlmembed.remote.remotes import Remotes, is_url
 from vlmembed.shards import parse_shard
 from vlmembed.sources.arrow import HFDatasetSource
 from vlmembed.sources.chained import ChainedSource

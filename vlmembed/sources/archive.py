@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from vlmembed.errors import FailureCode, ImageError, InputError
 from vlmembed.formats import picture_extensions, sniff_format
-from vlmembed.remote import is_url
+from vlmembed.remote.remotes import is_url
 from vlmembed.sources.ids import escape_name
 from vlmembed.sources.readahead import open_without_waiting
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Sequence
 
-    from vlmembed.remote import Remotes
+    from vlmembed.remote.remotes import Remotes
 
 BUFFER_BYTES = 64 * 2**10
 """Read at once: many headers of small members, and little beside the header where members are large."""

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from vlmembed.urls import is_url, shown_url
+from vlmembed.remote.urls import is_url, shown_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from vlmembed.remote import Remotes
+    from vlmembed.remote.remotes import Remotes
 
 SMALL_READ_BYTES = 64 * 2**10
 """What is asked of a server at least; headers lie close together, and each request takes as long as many bytes."""

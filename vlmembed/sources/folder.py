@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
     from typing import IO
 
-    from vlmembed.remote import RemoteInfo
+    from vlmembed.remote.remotes import RemoteInfo
     from vlmembed.sources.readahead import ReadAhead
     from vlmembed.types import EncodedImage
 

@@ -7,12 +7,12 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from vlmembed.errors import FailureCode, ImageError, InputError
+from vlmembed.remote.urls import is_url, without_options
 from vlmembed.sources.locations import shown
 from vlmembed.sources.readahead import read_content
-from vlmembed.urls import is_url, without_options
 
 if TYPE_CHECKING:
-    from vlmembed.remote import Remotes
+    from vlmembed.remote.remotes import Remotes
 
 STATE, SPLITS = "state.json", "dataset_dict.json"
 MAX_STATE_BYTES = 16 * 2**20

@@ -16,7 +16,7 @@ from vlmembed.sources.messages import Kind, read_messages
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from vlmembed.remote import Remotes
+    from vlmembed.remote.remotes import Remotes
     from vlmembed.sources.files import FileStatus
     from vlmembed.sources.messages import Message
 

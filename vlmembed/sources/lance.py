@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from vlmembed.errors import FailureCode, ImageError, InputError, MissingExtraError
+from vlmembed.remote.urls import is_url, without_options
 from vlmembed.sources.base import rows_between
 from vlmembed.sources.files import DAMAGE
 from vlmembed.sources.locations import shown
 from vlmembed.sources.tables import RowNames, TableColumns, check_ids
-from vlmembed.urls import is_url, without_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

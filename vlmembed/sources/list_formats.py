@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from vlmembed.errors import InputError
+from vlmembed.remote.urls import is_url
 from vlmembed.sources.list_lines import MAX_LINE_BYTES, TOO_LONG, CsvLines, decoded, numbered_lines
-from vlmembed.urls import is_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

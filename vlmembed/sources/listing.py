@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from vlmembed.errors import InputError
 from vlmembed.formats import picture_extensions
+from vlmembed.remote.urls import is_url, shown_url, without_options
 from vlmembed.sources.folder import FolderSource, Walk, identity_of, key_of
 from vlmembed.sources.hfstate import inside, is_hf_dataset
 from vlmembed.sources.ids import escape_name
 from vlmembed.sources.kinds import is_lance_dataset, kind_of_file, kind_of_name
 from vlmembed.sources.lists import is_list
 from vlmembed.sources.names import check_overlap, expand_braces, fixed_part, has_pattern, url_pattern
-from vlmembed.urls import is_url, shown_url, without_options
 
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Collection, Iterator, Sequence
 
     from vlmembed.config import EncodeConfig
-    from vlmembed.remote import RemoteInfo, Remotes
+    from vlmembed.remote.remotes import RemoteInfo, Remotes
     from vlmembed.sources.readahead import ReadAhead
 
 Kind: TypeAlias = Literal["pictures", "parquet", "tar", "zip", "list", "huggingface", "lance"]

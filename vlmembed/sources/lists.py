@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from vlmembed.errors import FailureCode, ImageError, InputError
+from vlmembed.remote.urls import is_url, without_options
 from vlmembed.sources.ids import IdIndex, UniqueNames, escape_name
 from vlmembed.sources.list_formats import ListReader, is_list, list_format
 from vlmembed.sources.list_lines import looks_like_json
@@ -23,7 +24,6 @@ from vlmembed.sources.locations import resolve, shown
 from vlmembed.sources.readahead import UnreadRow
 from vlmembed.sources.scratch import Records
 from vlmembed.types import EncodedImage
-from vlmembed.urls import is_url, without_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -7,7 +7,7 @@ import re
 from urllib.parse import unquote
 
 from vlmembed.errors import FailureCode, ImageError
-from vlmembed.urls import is_url, join_url, shown_url
+from vlmembed.remote.urls import is_url, join_url, shown_url
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _SHOWN_CHARS = 200

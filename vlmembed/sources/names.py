@@ -8,7 +8,7 @@ import re
 from typing import TYPE_CHECKING
 
 from vlmembed.errors import InputError
-from vlmembed.urls import is_url, without_options
+from vlmembed.remote.urls import is_url, without_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

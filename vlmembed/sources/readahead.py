@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from vlmembed.errors import FailureCode, ImageError
 from vlmembed.parallel import DeadlinePool
+from vlmembed.remote.urls import is_url, shown_url
 from vlmembed.sources.inflight import Lane, through
 from vlmembed.types import EncodedImage
-from vlmembed.urls import is_url, shown_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-    from vlmembed.remote import Remotes
+    from vlmembed.remote.remotes import Remotes
 
 READ_THREADS = 4
 MAX_FILES = 4 * READ_THREADS

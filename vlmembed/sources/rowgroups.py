@@ -18,7 +18,7 @@ from vlmembed.sources.pages import GroupPages, Leaf
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from vlmembed.remote import Remotes
+    from vlmembed.remote.remotes import Remotes
     from vlmembed.sources.files import FileStatus
     from vlmembed.sources.footer import ChunkPlace
 

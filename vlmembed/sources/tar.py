@@ -18,7 +18,7 @@ from vlmembed.sources.tarpass import TarPass
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from vlmembed.remote import Remotes
+    from vlmembed.remote.remotes import Remotes
     from vlmembed.types import EncodedImage
 
 __all__ = ["TAR_HEAD_BYTES", "TarSource", "is_tar"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from urllib.parse import urlsplit
 
 from vlmembed.formats import sniff_format
+from vlmembed.remote.urls import is_url
 from vlmembed.sources.forward import compression_of
-from vlmembed.urls import is_url
 
 TAR_HEAD_BYTES = 512
 """How many leading bytes `is_tar` wants."""

@@ -28,7 +28,7 @@ from vlmembed.types import EncodedImage
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
 
-    from vlmembed.remote import Remotes
+    from vlmembed.remote.remotes import Remotes
     from vlmembed.sources.archive import Archive
     from vlmembed.sources.samples import KeptColumns
     from vlmembed.sources.tarmembers import Member

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import io
     from collections.abc import Iterator, Sequence
 
-    from vlmembed.remote import Remotes
+    from vlmembed.remote.remotes import Remotes
     from vlmembed.sources.archive import Archive
 
 logger = logging.getLogger(__name__)

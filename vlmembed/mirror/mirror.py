@@ -23,23 +23,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vlmembed.errors import InputError, NothingEmbeddedError, OutputError, StorageError, UsageError
-from vlmembed.objects import Objects
+from vlmembed.mirror.objects import Objects
+from vlmembed.mirror.owner import Owner
+from vlmembed.mirror.remoteparts import RemoteParts
+from vlmembed.mirror.remoterun import RemoteNames, RemoteRun, looking, read_provenance_of, run_of
+from vlmembed.mirror.uploader import Uploader
+from vlmembed.mirror.workfolder import WorkFolder, default_folder
 from vlmembed.output import LANCE, OutputPaths
-from vlmembed.owner import Owner
-from vlmembed.remote import Remotes
-from vlmembed.remoteparts import RemoteParts
-from vlmembed.remoterun import RemoteNames, RemoteRun, looking, read_provenance_of, run_of
+from vlmembed.remote.remotes import Remotes
+from vlmembed.remote.urls import is_url, parse_store_url, scheme_of, shown_url, without_options
 from vlmembed.schema import read_provenance
-from vlmembed.uploader import Uploader
-from vlmembed.urls import is_url, parse_store_url, scheme_of, shown_url, without_options
-from vlmembed.workfolder import WorkFolder, default_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from vlmembed.config import EncodeConfig
     from vlmembed.parts import PartRecord
-    from vlmembed.urls import StoreUrl
+    from vlmembed.remote.urls import StoreUrl
 
 logger = logging.getLogger(__name__)
 

@@ -6,16 +6,16 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from vlmembed.retries import TransientError
-from vlmembed.transport import translated
-from vlmembed.urls import shown_url
-from vlmembed.web_answer import check_unchanged
+from vlmembed.remote.retries import TransientError
+from vlmembed.remote.transport import translated
+from vlmembed.remote.urls import shown_url
+from vlmembed.remote.web_answer import check_unchanged
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from vlmembed.http import HttpClient
-    from vlmembed.web_answer import WebInfo
+    from vlmembed.remote.http import HttpClient
+    from vlmembed.remote.web_answer import WebInfo
 
 _NO_DEADLINE_SECONDS = 10.0 * 365 * 86_400
 

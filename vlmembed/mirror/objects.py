@@ -13,15 +13,15 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from vlmembed.atomic import atomic
-from vlmembed.retries import TransientError
-from vlmembed.stores import told
-from vlmembed.urls import parse_store_url, shown_url
+from vlmembed.remote.retries import TransientError
+from vlmembed.remote.stores import told
+from vlmembed.remote.urls import parse_store_url, shown_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from vlmembed.remote import Remotes
+    from vlmembed.remote.remotes import Remotes
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from vlmembed.errors import OutputError
 
 if TYPE_CHECKING:
-    from vlmembed.objects import Objects
+    from vlmembed.mirror.objects import Objects
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from pyarrow import fs
 from vlmembed.errors import InputError
 
 if TYPE_CHECKING:
-    from vlmembed.urls import StoreUrl
+    from vlmembed.remote.urls import StoreUrl
 
 OPTIONS = {
     "s3": ("endpoint_override", "scheme", "region", "anonymous"),

@@ -9,16 +9,16 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from vlmembed.atomic import atomic
+from vlmembed.mirror.remoterun import MANIFEST, NUM_TRANSFERS, RemoteNames, RemoteRun, line_of, run_of
 from vlmembed.output import drop_parts
 from vlmembed.parts import LINES, PartRecord, read_records
-from vlmembed.remoterun import MANIFEST, NUM_TRANSFERS, RemoteNames, RemoteRun, line_of, run_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from vlmembed.objects import Objects
-    from vlmembed.owner import Owner
+    from vlmembed.mirror.objects import Objects
+    from vlmembed.mirror.owner import Owner
 
 logger = logging.getLogger(__name__)
 

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING
 
 from pyarrow import fs
 
-from vlmembed.downloads import Oversized, read_range, read_whole
 from vlmembed.errors import FailureCode, ImageError, InputError
-from vlmembed.http import HttpClient
-from vlmembed.remote_file import RangedBlocks, RemoteFile
-from vlmembed.retries import Retries
-from vlmembed.stores import BLOCK_BYTES, Store
-from vlmembed.urls import WEB_SCHEMES, is_url, join_url, parse_store_url, scheme_of, shown_url, without_options
-from vlmembed.web_stream import WebStream
+from vlmembed.remote.downloads import Oversized, read_range, read_whole
+from vlmembed.remote.http import HttpClient
+from vlmembed.remote.remote_file import RangedBlocks, RemoteFile
+from vlmembed.remote.retries import Retries
+from vlmembed.remote.stores import BLOCK_BYTES, Store
+from vlmembed.remote.urls import WEB_SCHEMES, is_url, join_url, parse_store_url, scheme_of, shown_url, without_options
+from vlmembed.remote.web_stream import WebStream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Self
 
-    from vlmembed.urls import StoreUrl
+    from vlmembed.remote.urls import StoreUrl
 
 __all__ = ["RemoteFile", "RemoteInfo", "Remotes", "is_url", "join_url", "shown_url", "without_options"]
 

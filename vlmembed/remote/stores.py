@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from pyarrow import fs
 
-from vlmembed.retries import TransientError
-from vlmembed.store_options import build_filesystem
-from vlmembed.urls import parse_store_url, shown_url
+from vlmembed.remote.retries import TransientError
+from vlmembed.remote.store_options import build_filesystem
+from vlmembed.remote.urls import parse_store_url, shown_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-    from vlmembed.retries import Retries
-    from vlmembed.urls import StoreUrl
+    from vlmembed.remote.retries import Retries
+    from vlmembed.remote.urls import StoreUrl
 
 BLOCK_BYTES = 16 * 2**20
 """What is asked for at a time when a whole object is read: what a broken connection costs."""

@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from vlmembed.urls import shown_url
+from vlmembed.remote.urls import shown_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -143,11 +143,11 @@ class RangedBlocks:
         try:
             content = block.content.result()
         except CancelledError as error:
-            self._forget(block)
+            self.close()
             msg = "the remote files are closed"
             raise OSError(msg) from error
         except BaseException:
-            self._forget(block)
+            self.close()  # those ahead may have failed with it, and must be asked for again
             raise
         self._expected_position = block.stop
         return memoryview(content)[position - block.start :][:num_bytes]
@@ -190,6 +190,3 @@ class RangedBlocks:
             old.content.cancel()
         self._blocks = self._blocks[-MAX_BLOCKS:]
         return block
-
-    def _forget(self, block: _Block) -> None:
-        self._blocks = [other for other in self._blocks if other is not block]

@@ -13,11 +13,11 @@ from urllib.parse import quote, unquote, urlsplit
 import pyarrow as pa
 
 from vlmembed.errors import InputError
-from vlmembed.objects import BLOCK_BYTES, Objects
+from vlmembed.mirror.objects import BLOCK_BYTES, Objects
+from vlmembed.mirror.remoterun import NUM_TRANSFERS, is_remote
 from vlmembed.output import SUCCESS, errors_beside
-from vlmembed.remote import Remotes
-from vlmembed.remoterun import NUM_TRANSFERS, is_remote
-from vlmembed.urls import WEB_SCHEMES, join_url, parse_store_url, scheme_of, shown_url
+from vlmembed.remote.remotes import Remotes
+from vlmembed.remote.urls import WEB_SCHEMES, join_url, parse_store_url, scheme_of, shown_url
 
 if TYPE_CHECKING:
     import os

@@ -13,9 +13,9 @@ from urllib.parse import SplitResult, quote, unquote, urlsplit
 
 import httpcore2
 
-from vlmembed.guard import LocalAddressError
-from vlmembed.retries import TransientError
-from vlmembed.urls import WEB_SCHEMES, shown_url
+from vlmembed.remote.guard import LocalAddressError
+from vlmembed.remote.retries import TransientError
+from vlmembed.remote.urls import WEB_SCHEMES, shown_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

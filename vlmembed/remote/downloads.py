@@ -6,13 +6,13 @@ import io
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vlmembed.retries import TransientError
-from vlmembed.urls import shown_url
-from vlmembed.web_answer import check_unchanged
+from vlmembed.remote.retries import TransientError
+from vlmembed.remote.urls import shown_url
+from vlmembed.remote.web_answer import check_unchanged
 
 if TYPE_CHECKING:
-    from vlmembed.http import HttpClient
-    from vlmembed.web_answer import WebInfo
+    from vlmembed.remote.http import HttpClient
+    from vlmembed.remote.web_answer import WebInfo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,11 +17,11 @@ from urllib.parse import urljoin
 
 import httpcore2
 
-from vlmembed.guard import GuardedBackend
-from vlmembed.retries import Retries
-from vlmembed.transport import parse_web_url, translated, without_login
-from vlmembed.urls import shown_url
-from vlmembed.web_answer import Answer, WebInfo, status_error
+from vlmembed.remote.guard import GuardedBackend
+from vlmembed.remote.retries import Retries
+from vlmembed.remote.transport import parse_web_url, translated, without_login
+from vlmembed.remote.urls import shown_url
+from vlmembed.remote.web_answer import Answer, WebInfo, status_error
 
 if TYPE_CHECKING:
     import ssl

@@ -21,7 +21,7 @@ from vlmembed.schema import read_provenance
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from vlmembed.objects import ObjectInfo, Objects
+    from vlmembed.mirror.objects import ObjectInfo, Objects
 
 MANIFEST = "manifest.json"
 OWNER = "owner.json"

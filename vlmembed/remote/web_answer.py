@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING
 
-from vlmembed.retries import TransientError
-from vlmembed.urls import shown_url
+from vlmembed.remote.retries import TransientError
+from vlmembed.remote.urls import shown_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

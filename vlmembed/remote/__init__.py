@@ -1,0 +1,1 @@
+"""Files behind URLs: object stores and web servers. `remotes.Remotes` reads them all."""
