@@ -142,7 +142,7 @@ def test_tokens_survive_a_stop_and_a_late_duplicate(
 def test_row_groups_are_bounded_by_bytes(
     qwen: tuple[Any, Path], pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vlmembed.assembly.MAX_GROUP_BYTES", 4096)
+    monkeypatch.setattr("vlmembed.assembly.MAX_TOKEN_GROUP_BYTES", 4096)
     run(pictures, tmp_path / "out.parquet", qwen[1], emit="tokens")
     assert pq.read_metadata(tmp_path / "out.parquet").num_row_groups > 1
 

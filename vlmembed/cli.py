@@ -192,7 +192,7 @@ def merge(*, output: str, shards: tuple[str, ...], overwrite: bool, verbose: boo
     Duplicates are found across shards.
     """
     _set_up_logging(verbose=verbose)
-    from vlmembed.merge import merge as run_merge  # noqa: PLC0415  keeps `--help` light
+    from vlmembed.merger import merge as run_merge  # noqa: PLC0415  keeps `--help` light
     from vlmembed.mirror.localcopy import local_copy  # noqa: PLC0415  the same
 
     with ExitStack() as stack:
@@ -209,7 +209,7 @@ def merge(*, output: str, shards: tuple[str, ...], overwrite: bool, verbose: boo
 def export(*, output: str, folder: Path, dtype: str, no_duplicates: bool, overwrite: bool) -> None:
     """Write the vectors of OUTPUT as FOLDER/embeddings.npy, and their ids as FOLDER/ids.jsonl, a JSON string a line:
     what faiss and other indexes take."""
-    from vlmembed.export import export as run_export  # noqa: PLC0415  keeps `--help` light
+    from vlmembed.exporter import export as run_export  # noqa: PLC0415  keeps `--help` light
     from vlmembed.mirror.localcopy import local_copy  # noqa: PLC0415  the same
 
     with local_copy(output) as path:

@@ -159,7 +159,7 @@ def _lance_errors() -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise OSError(_reason(error)) from error
 
 

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from vlmembed.config import STALL_TIMEOUTS, EncodeConfig
 from vlmembed.decode import PIXEL_POLICY
@@ -17,6 +16,8 @@ from vlmembed.devices import kind_of, name_of, pick_devices, pick_dtype, weakest
 from vlmembed.encoder import pick_pool, vector_columns
 from vlmembed.errors import ConfigError, InputError, MissingExtraError, ModelError, OutputError
 from vlmembed.exchange import LoadOrder
+from vlmembed.finished import read_schema
+from vlmembed.lance_output import check_lance_schema
 from vlmembed.layout import ResizeRule
 from vlmembed.output import SUCCESS, OutputPaths, read_manifest
 from vlmembed.parts import read_records
@@ -107,7 +108,7 @@ def _provenance_of(path: Path) -> dict[str, Any]:
     try:
         if path.name == SUCCESS:
             return read_success(path)
-        return read_provenance(pq.read_schema(path), str(path))
+        return read_provenance(read_schema(path), str(path))
     except (OSError, pa.ArrowException, InputError) as error:
         msg = f"{path} exists and is no output of vlmembed ({error}): choose another name, or --overwrite"
         raise OutputError(msg) from error
@@ -128,6 +129,8 @@ def make_plan(config: EncodeConfig, paths: OutputPaths, source: Source, earlier:
     _check_budget(config.max_tokens_per_batch, rule)
     vectors = vector_columns(config, blueprint)
     schema = output_schema(vectors, source.kept_schema)
+    if paths.format == "lance":
+        check_lance_schema(schema)
     num_rows = None if source.num_rows is None else min(source.num_rows, config.limit or source.num_rows)
     expected = min(expected_rows(source), config.limit or sys.maxsize)
 

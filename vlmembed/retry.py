@@ -15,19 +15,18 @@ import numpy as np
 import pyarrow as pa
 
 from vlmembed.assembly import (
-    READY,
     READY_ERRORS,
     READY_PREFIX,
     check_parts,
     concatenate,
     publish_folder,
+    publish_rows,
     read_groups,
     write_errors,
 )
 from vlmembed.errors import InputError, OutputError
-from vlmembed.finished import FinishedOutput, input_rows, reading
+from vlmembed.finished import FinishedOutput, input_rows, read_tables
 from vlmembed.merging import merge_rows
-from vlmembed.output import publish
 from vlmembed.parts import PartRecord, file_sha256, storing
 from vlmembed.schema import ERRORS_SCHEMA, with_provenance
 from vlmembed.sources.shard import shard_entries
@@ -198,11 +197,8 @@ class Retry:
         paths, store = self._paths, new.store
         num_rows = facts["counts"]["embedded"] + facts["counts"]["duplicates"]
         old = _number(self._old(self._output.files, store.schema), self.source.rows)
-        with storing(paths.partial / READY):
-            schema = with_provenance(store.schema, facts)
-            concatenate(paths.partial / READY, schema, merge_rows(old, new.tables()), num_rows, store.vectors)
-        with storing(paths.output):
-            publish(paths, {READY_ERRORS: paths.errors.name, READY: paths.output.name}, [])
+        schema = with_provenance(store.schema, facts)
+        publish_rows(paths, schema, merge_rows(old, new.tables()), num_rows, store.vectors)
 
     def _finish_folder(self, new: _Recovered, facts: dict[str, Any]) -> None:
         """Write the parts anew that get a row; the others stay as they are."""
@@ -217,8 +213,7 @@ class Retry:
     @staticmethod
     def _old(files: Iterable[Path], schema: pa.Schema) -> Iterator[pa.Table]:
         for path in files:
-            with reading(path):
-                yield from read_groups([path], schema)
+            yield from read_tables(path, schema)
 
     def _rewrite(self, record: PartRecord, new: _Recovered) -> PartRecord:
         """A part of the output with its new rows, ready to be published; itself where it has none."""

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from vlmembed.database import open_scratch
 from vlmembed.errors import InputError
-from vlmembed.finished import FinishedOutput
+from vlmembed.finished import FinishedOutput, open_rows
 from vlmembed.parts import FOUND_BYTES, storing
 from vlmembed.provenance import difference, encoder_fingerprint
 from vlmembed.schema import output_schema
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Self
 
+    from vlmembed.finished import StoredRows
     from vlmembed.schema import VectorColumn
     from vlmembed.types import FloatArray
 
@@ -92,7 +92,7 @@ class EarlierOutputs:
         """
         path = self._files[number]
         try:
-            file = pq.ParquetFile(path, page_checksum_verification=True)
+            file = open_rows(path)
         except _DAMAGE as error:
             msg = f"{path} cannot be read as Parquet ({error}): leave it out of --reuse"
             raise InputError(msg) from error
@@ -164,7 +164,7 @@ class EarlierOutputs:
 
     def _read_group(self, number: int, group: int) -> pa.Table:
         columns = ["id", "content_hash", *_SIZES, *(column.name for column in self._vectors)]
-        with pq.ParquetFile(self._files[number], page_checksum_verification=True) as file:
+        with open_rows(self._files[number]) as file:
             table = file.read_row_group(group, columns=columns)
         table.validate(full=True)
         if empty := [name for name in columns if table[name].null_count]:
@@ -210,7 +210,7 @@ def _check_columns(path: Path, schema: pa.Schema, vectors: tuple[VectorColumn, .
             raise InputError(msg)
 
 
-def _hashes(file: pq.ParquetFile, number: int, group: int) -> Iterator[tuple[bytes, int, int, int]]:
+def _hashes(file: StoredRows, number: int, group: int) -> Iterator[tuple[bytes, int, int, int]]:
     first = 0
     columns = ["content_hash", "duplicate_of"]
     for batch in file.iter_batches(_INDEX_ROWS, row_groups=[group], columns=columns):

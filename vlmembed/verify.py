@@ -14,7 +14,7 @@ from vlmembed.decode import own_pillow_settings
 from vlmembed.decoders import ThreadDecoders, decode_in_order
 from vlmembed.errors import ConfigError, InputError
 from vlmembed.finished import FinishedOutput, input_rows
-from vlmembed.output import OutputPaths
+from vlmembed.output import OutputPaths, is_folder_output
 from vlmembed.packer import PackingStats, pack
 from vlmembed.patcher import Patcher
 from vlmembed.plan import Earlier, make_plan
@@ -109,7 +109,7 @@ def verify(
     _check_counts(output, found)
     count = found.num_rows if num_rows is None else min(num_rows, found.num_rows)
     positions = np.sort(np.random.default_rng(seed).choice(found.num_rows, count, replace=False)).astype(np.int64)
-    paths = OutputPaths(output=path, is_folder=path.is_dir())
+    paths = OutputPaths(output=path, is_folder=is_folder_output(path))
     with ExitStack() as stack:
         source = stack.enter_context(closing(_open_inputs(config, paths)))
         if source.keys_digest != facts["fingerprint"]["keys_sha256"]:

@@ -14,12 +14,12 @@ import pytest
 from checkpoints import tiny_checkpoint
 from test_end_to_end import many_pictures, run
 
-from vlmembed import merge as merge_module
+from vlmembed import merger as merge_module
 from vlmembed import overlap
 from vlmembed.errors import AccountingError, InputError, NothingEmbeddedError, OutputError, StorageError
 from vlmembed.finished import FinishedOutput
 from vlmembed.inspect import inspect
-from vlmembed.merge import merge
+from vlmembed.merger import merge
 from vlmembed.overlap import Overlap
 from vlmembed.parts import PartRecord
 from vlmembed.schema import with_provenance

@@ -21,7 +21,7 @@ from test_cache import HALVES, TOKENS
 from test_reuse import write_output
 
 from vlmembed.errors import ConfigError, InputError, OutputError, StorageError
-from vlmembed.export import export
+from vlmembed.exporter import export
 from vlmembed.finished import FinishedOutput
 from vlmembed.schema import VectorColumn
 
