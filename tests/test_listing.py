@@ -163,6 +163,26 @@ def test_a_run_over_tars_stops_goes_on_retries_and_is_verified(
     assert (report.num_retried, report.num_recovered, report.num_failed) == (1, 0, 1)
 
 
+def test_shards_of_a_run_over_tars_are_the_whole(tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "tars"
+    folder.mkdir()
+    for number, names in enumerate((["0.png", "bad.png"], ["1.png", "2.png", "again.png"], ["3.png"], ["4.png"])):
+        shard(folder / f"{number}.tar", names, first_seed=10 * number)
+    (folder / "3.tar").write_bytes((folder / "1.tar").read_bytes())  # the same pictures again, in another shard
+    whole = tmp_path / "whole.parquet"
+    encode(tmp_path, tiny_model, folder, output=whole, max_error_rate=1.0)
+    outputs = [tmp_path / f"{index}.parquet" for index in range(3)]
+    for index, output in enumerate(outputs):
+        encode(tmp_path, tiny_model, folder, output=output, shard=f"{index}/3", max_error_rate=1.0)
+    merged = tmp_path / "merged.parquet"
+    report = vlmembed.merge(list(map(str, outputs)), str(merged))
+    assert (report.num_rows, report.num_embedded, report.num_duplicates, report.num_failed) == (9, 5, 3, 1)
+    for name in ("id", "duplicate_of", "content_hash"):
+        assert pq.read_table(merged)[name].equals(pq.read_table(whole)[name])
+    assert pq.read_table(tmp_path / "merged.errors.parquet")["row"].to_pylist() == [1]
+    assert encode(tmp_path, tiny_model, folder, output=merged).already_complete
+
+
 def test_the_limit_of_a_run_over_tars(tiny_model: Path, tmp_path: Path) -> None:
     tar = shard(tmp_path / "a.tar", [f"{number}.png" for number in range(9)])
     report = encode(tmp_path, tiny_model, tar, limit=6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import duckdb
@@ -12,17 +13,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from outputs import KINDS, Rows, key_of
+from servers import http_server, put_s3, s3_server, use_s3
 from test_cache import POOLED, TOKENS, embedded, hash_of
 from test_reuse import write_output
 
-from vlmembed import tokens
 from vlmembed.errors import InputError
+from vlmembed.finished import FinishedOutput
 from vlmembed.schema import VectorColumn
 from vlmembed.tokens import TokenFeatures, read_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
 LEVELS = (TOKENS[0], *(VectorColumn(name=f"deepstack_{level}", width=4, per_token=True) for level in (0, 1, 2)))
 WIDE = VectorColumn(name="tokens", width=1536, dtype="float16", per_token=True)
@@ -123,11 +124,12 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, CountingFile]]
     """The files that `read_tokens` opens for their rows, by name."""
     files: dict[str, CountingFile] = {}
 
-    def open_rows(path: Path) -> pq.ParquetFile:
+    def open_rows(path: Path | str) -> pq.ParquetFile:
+        path = Path(path)
         files[path.name] = CountingFile(path)
         return pq.ParquetFile(pa.PythonFile(files[path.name], mode="r"), page_checksum_verification=True)
 
-    monkeypatch.setattr(tokens, "open_rows", open_rows)
+    monkeypatch.setattr(FinishedOutput, "opened", staticmethod(open_rows))
     yield files
     for file in files.values():
         file.close()
@@ -237,3 +239,25 @@ def test_row_groups_of_tokens_are_small_and_have_page_indexes(tmp_path: Path, mo
     assert query.fetchall() == [(counts[44],)]
     pooled = Rows(f"{tmp_path}/pooled.parquet", 60, POOLED).assemble()
     assert pq.read_metadata(pooled).num_row_groups == 1
+
+
+def test_tokens_behind_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {name: Rows(f"{tmp_path}/{name}", 50, LEVELS, failed=[0, 29]) for name in ("out.parquet", "out/")}
+    for each in rows.values():
+        each.assemble()
+    files = {f"/{path.relative_to(tmp_path)}": path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with s3_server() as endpoint, http_server(files) as server:
+        put_s3(endpoint, {f"bucket{name}": content for name, content in files.items()})
+        use_s3(endpoint, monkeypatch)
+        for name, each in rows.items():
+            found = read_tokens(f"s3://bucket/{name}", [key_of(44), key_of(3)])
+            assert list(found) == [key_of(44), key_of(3)]
+            check(found[key_of(44)], each.content_of(44), LEVELS)
+            with pytest.raises(InputError, match=r"no tokens of '00029.jpg' \(failed: corrupt, bad\)"):
+                read_tokens(f"s3://bucket/{name}", [key_of(29)])
+        with pytest.raises(InputError, match=r"s3://bucket/none\.parquet does not exist"):
+            read_tokens("s3://bucket/none.parquet", ["a"])
+        with pytest.raises(InputError, match="allow-local-urls"):
+            read_tokens(f"{server.url}/out.parquet", [key_of(44)])
+        found = read_tokens(f"{server.url}/out.parquet", [key_of(44)], allow_local_urls=True)
+        check(found[key_of(44)], rows["out.parquet"].content_of(44), LEVELS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,6 @@ from vlmembed.schema import VECTORS, read_provenance, read_success
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
     from typing import Self, TypeAlias
 
     from vlmembed.types import Int64Array
@@ -74,6 +74,16 @@ class FinishedOutput:
     def vectors(self) -> tuple[str, ...]:
         """Names of the columns of vectors."""
         return tuple(name for name in self.schema.names if VECTORS.fullmatch(name))
+
+    @property
+    def has_errors(self) -> bool:
+        """Whether the file of the rows that failed is there."""
+        return self.errors.exists()
+
+    @staticmethod
+    def opened(file: Path | str) -> StoredRows:
+        """One of its files, to be closed; raises what `open_rows` does."""
+        return open_rows(Path(file))
 
     def batches(self, columns: list[str], batch_rows: int) -> Iterator[pa.RecordBatch]:
         """All rows in order, a few columns of them."""
@@ -160,7 +170,7 @@ def read_tables(path: Path, schema: pa.Schema) -> Iterator[pa.Table]:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def reading(path: Path | str) -> Iterator[None]:
     """Say as a person would that a finished file is not what it was.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,19 +11,25 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from vlmembed.errors import InputError
-from vlmembed.finished import FinishedOutput, open_rows, reading
+from vlmembed.finished import FinishedOutput, reading
 from vlmembed.lance_output import LanceRows
+from vlmembed.remote.remotes import Remotes
+from vlmembed.remote.urls import is_url
+from vlmembed.remote_tokens import RemoteTokens
 from vlmembed.schema import VectorColumn
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterable, Iterator, Sequence
+
+    import pyarrow.parquet as pq
 
     from vlmembed.finished import StoredRows
     from vlmembed.types import FloatArray, Int64Array
+
+TIMEOUT_SECONDS = 120.0
+"""Within which a server must answer."""
 
 MAX_SHOWN = 3
 """Missing ids that a message names."""
@@ -51,31 +58,40 @@ class TokenFeatures:
     content_hash: bytes
 
 
-def read_tokens(path: str | os.PathLike[str], ids: Iterable[str]) -> dict[str, TokenFeatures]:
+def read_tokens(
+    path: str | os.PathLike[str], ids: Iterable[str], *, allow_local_urls: bool = False
+) -> dict[str, TokenFeatures]:
     """The tokens of these images, by id in the order given; duplicates have tokens of their own.
 
-    Of a Parquet output the footers are read, the ids of the row groups that can hold one of `ids` by their statistics,
-    and the vectors of those that do: some megabytes an image, whatever the size of the output. All that is returned is
-    held in memory.
+    `path` is that of an output, or its s3://, gs://, hf://, http:// or https:// URL. Of a Parquet output the footers
+    are read, the ids of the row groups that can hold one of `ids` by their statistics, and the vectors of those that
+    do: some megabytes an image, whatever the size of the output. All that is returned is held in memory.
+    `allow_local_urls` lets http URLs lead to this machine.
 
     Raises:
         InputError: there is no such output, it holds no tokens, or not those of an id; for one that failed the message
             says why.
     """
-    output = FinishedOutput.open(Path(path))
-    wanted = dict.fromkeys(ids)
+    wanted = list(dict.fromkeys(ids))
+    if is_url(os.fspath(path)):
+        with Remotes(timeout_seconds=TIMEOUT_SECONDS, allow_local=allow_local_urls) as remotes:
+            return _read(RemoteTokens.look(os.fspath(path), remotes), wanted)
+    return _read(FinishedOutput.open(Path(path)), wanted)
+
+
+def _read(output: FinishedOutput | RemoteTokens, wanted: list[str]) -> dict[str, TokenFeatures]:
     columns = _vector_columns(output)
     found: dict[str, TokenFeatures] = {}
     for file in output.files:
         if left := sorted(key for key in wanted if key not in found):
-            with reading(file), open_rows(file) as rows:
+            with reading(file), output.opened(file) as rows:
                 found.update(_find(rows, left, columns))
     if missing := [key for key in wanted if key not in found]:
         raise InputError(_describe_missing(output, missing))
     return {key: found[key] for key in wanted}
 
 
-def _vector_columns(output: FinishedOutput) -> list[VectorColumn]:
+def _vector_columns(output: FinishedOutput | RemoteTokens) -> list[VectorColumn]:
     """``tokens``, and the deepstack levels in order.
 
     Raises:
@@ -164,13 +180,13 @@ def _features(table: pa.Table, place: int, columns: Sequence[VectorColumn]) -> T
     )
 
 
-def _describe_missing(output: FinishedOutput, missing: list[str]) -> str:
+def _describe_missing(output: FinishedOutput | RemoteTokens, missing: list[str]) -> str:
     reasons: dict[str, str] = {}
-    if output.errors.exists():
-        with reading(output.errors):
-            failed = pq.read_table(
-                output.errors, columns=["id", "code", "message"], filters=pc.field("id").isin(missing)
-            )
+    if output.has_errors:
+        with reading(output.errors), output.opened(output.errors) as rows:
+            assert not isinstance(rows, LanceRows)
+            table = rows.read(columns=["id", "code", "message"])
+            failed = table.filter(pc.field("id").isin(missing))
         reasons = {row["id"]: f"failed: {row['code']}, {row['message']}" for row in failed.to_pylist()}
     shown = [f"{key!r} ({reasons.get(key, 'no row of that id')})" for key in missing[:MAX_SHOWN]]
     more = f" and {len(missing) - MAX_SHOWN} more" if len(missing) > MAX_SHOWN else ""
