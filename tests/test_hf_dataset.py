@@ -7,7 +7,8 @@ import json
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
 import pytest
@@ -16,6 +17,7 @@ from datasets import Dataset, DatasetDict, Features, Image, List, Value, disable
 from PIL import Image as Pillow
 
 from vlmembed.errors import FailureCode, ImageError, InputError
+from vlmembed.remote.retries import Retries, TransientError
 from vlmembed.sources.arrow import HFDatasetSource
 from vlmembed.sources.hfstate import is_hf_dataset
 from vlmembed.sources.messages import Kind, read_messages
@@ -23,8 +25,7 @@ from vlmembed.sources.parquet import ParquetSource
 from vlmembed.sources.readahead import ReadAhead
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from vlmembed.remote.remotes import Remotes
     from vlmembed.sources.base import Source
     from vlmembed.types import EncodedImage
 
@@ -379,3 +380,116 @@ def test_null_images_are_told_apart(tmp_path: Path) -> None:
     assert isinstance(rows[0].content, ImageError)
     assert rows[0].content.code is FailureCode.NULL
     assert [image.content for image in rows[1:]] == [b"", PNG]
+
+
+def test_splits_and_files_that_are_named_twice_or_lie_elsewhere_are_refused(tmp_path: Path) -> None:
+    for names in (["train", "train"], [".."], ["."], [""], ["a/b"], ["a\0b"]):
+        (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": names}))
+        with pytest.raises(InputError, match=r"names splits that are no folders in it, or one of them twice: save the"):
+            is_hf_dataset(str(tmp_path))
+    folder = tmp_path / "d"
+    write_stream(folder, table_of(range(3)))
+    for name in ("data-0.arrow", ".."):
+        files = [{"filename": "data-0.arrow"}, {"filename": name}]
+        (folder / "state.json").write_text(json.dumps({"_data_files": files}))
+        with pytest.raises(InputError, match=r"state.json' does not say which files beside it hold the rows"):
+            source_of(folder)
+
+
+def test_json_that_is_nested_too_deep_is_no_dataset(tmp_path: Path) -> None:
+    for name in ("dataset_dict.json", "state.json"):
+        (tmp_path / name).write_text("[" * 100_000)
+    assert is_hf_dataset(str(tmp_path)) is None
+    with pytest.raises(InputError, match=r"state.json' does not say which files"):
+        source_of(tmp_path)
+
+
+class UnsteadyFile(io.FileIO):
+    """A file as a server gives it, until that is broken."""
+
+    def __init__(self, path: Path, server: UnsteadyServer) -> None:
+        super().__init__(path)
+        self.num_bytes = path.stat().st_size
+        self.version = ""
+        self._server = server
+
+    def readinto(self, buffer: Any, /) -> int:  # noqa: ANN401  bytes that can be written
+        """Read, or fail as a request does that was made again."""
+        return self._server.retries.run(lambda _: self._read(buffer))
+
+    def _read(self, buffer: Any) -> int:  # noqa: ANN401  see above
+        if self._server.is_broken:
+            msg = f"{self.name!s}: the connection broke"
+            raise TransientError(msg)
+        return super().readinto(buffer) or 0
+
+
+class UnsteadyServer:
+    """Stands for `Remotes`: what a URL names lies in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.retries = Retries(0.0)
+        self.is_broken = False
+
+    def read(self, url: str, _: int) -> bytes:
+        """A whole file."""
+        return (self._folder / Path(url).name).read_bytes()
+
+    def open(self, url: str) -> UnsteadyFile:
+        """A file to be read."""
+        return UnsteadyFile(self._folder / Path(url).name, self)
+
+    def source(self) -> HFDatasetSource:
+        """Of the dataset in that folder."""
+        reader = ReadAhead(timeout_seconds=10, max_source_pixels=10**6, remotes=cast("Remotes", self))
+        columns: dict[str, Any] = {"image_column": None, "id_column": None, "keep_columns": ()}
+        return HFDatasetSource([("https://host/d", "d")], reader=reader, **columns)
+
+
+def test_a_server_that_does_not_answer_when_a_dataset_is_listed_ends_the_start(tmp_path: Path) -> None:
+    write_stream(tmp_path, table_of(range(30)), table_of(range(30, 60)))
+    server = UnsteadyServer(tmp_path)
+    whole = server.source().digest
+    server.is_broken = True
+    with pytest.raises(
+        InputError, match=r"https://host/d/data-0.arrow cannot be read .*connection broke.* again later"
+    ):
+        server.source()
+    server.is_broken = False
+    assert server.source().digest == whole
+    (tmp_path / "data-1.arrow").unlink()
+    assert failures(rows_of(server.source())) == {"d/data-1.arrow!": ("missing", "d/data-1.arrow is not there")}
+
+
+def test_bytes_from_a_server_that_are_no_schema_cost_their_file(tmp_path: Path) -> None:
+    write_stream(tmp_path, table_of(range(30)), table_of(range(30, 60)))
+    path = tmp_path / "data-1.arrow"
+    content = bytearray(path.read_bytes())
+    at = content.index(b"image")
+    content[at - 100 : at + 60] = b"\xff" * 160
+    path.write_bytes(content)
+    with pa.OSFile(str(path)) as file:
+        assert next(read_messages(file, len(content))).kind is Kind.SCHEMA  # its head is whole
+    assert {code for code, _ in failures(rows_of(UnsteadyServer(tmp_path).source())).values()} == {"unreadable"}
+
+
+def test_how_long_tries_took_is_not_in_the_messages_of_rows(tmp_path: Path) -> None:
+    write_stream(tmp_path, table_of(range(3)))
+    server = UnsteadyServer(tmp_path)
+    source = server.source()
+    server.is_broken = True
+    messages = {message for _, message in failures(rows_of(source)).values()}
+    assert messages == {f"d/data-0.arrow: {tmp_path}/data-0.arrow: the connection broke"}
+
+
+def test_the_digest_does_not_hold_the_words_for_a_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_stream(tmp_path / "d", table_of(range(30)), table_of(range(30, 60)))
+    path = tmp_path / "d" / "data-1.arrow"
+    os.truncate(path, path.stat().st_size - 500)
+    digests = []
+    for words in ("4 tries in 12.3 seconds", "4 tries in 12.4 seconds"):
+        with monkeypatch.context() as patch:
+            patch.setattr(ImageError, "__str__", lambda _, words=words: words)
+            digests.append(source_of(tmp_path / "d").digest)
+    assert digests[0] == digests[1]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import ssl
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from email.utils import formatdate
 from ipaddress import ip_address
@@ -21,7 +23,7 @@ from cryptography.x509.oid import NameOID
 from servers import HttpServer, http_server
 
 from vlmembed.errors import FailureCode, ImageError, InputError
-from vlmembed.remote import guard, retries
+from vlmembed.remote import guard, retries, slots
 from vlmembed.remote.downloads import Oversized, read_whole
 from vlmembed.remote.guard import local_kind
 from vlmembed.remote.http import HttpClient
@@ -104,7 +106,17 @@ def test_a_refusal_is_final(server: HttpServer, remotes: Remotes, status: int) -
     assert len(server.requests) == 1
 
 
-@pytest.mark.parametrize(("asked", "waited"), [("7", 7.0), ("9999", 20.0), (None, 0.0), ("soon", 0.0)])
+@pytest.mark.parametrize(
+    ("asked", "waited"),
+    [
+        ("7", 7.0),
+        ("9999", 20.0),
+        (None, 0.0),
+        ("soon", 0.0),
+        ("Mon, 01 Jan 2024 00:00:00 +9999999999999999999", 0.0),
+        ("9" * 5000, 20.0),
+    ],
+)
 def test_a_server_says_when_to_come_back(
     server: HttpServer, monkeypatch: pytest.MonkeyPatch, asked: str | None, waited: float
 ) -> None:
@@ -222,6 +234,60 @@ def test_a_host_is_asked_for_so_many_files_at_a_time(server: HttpServer) -> None
     assert server.most_at_once == 3
 
 
+def test_waiting_for_other_files_of_a_host_is_not_on_the_clock(server: HttpServer) -> None:
+    server.delay_seconds = 0.05
+    with Remotes(timeout_seconds=0.5, per_host=1, allow_local=True) as remotes, ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(lambda _: remotes.read(server.url + PATH, 10**6), range(16)))
+    assert found == [CONTENT] * 16
+    assert server.most_at_once == 1
+
+
+def test_a_host_whose_requests_all_hang_is_not_waited_for() -> None:
+    places = slots.HostSlots(1, stuck_seconds=0.15)
+    with places.taken("h:80", "http://h/1", nullcontext):
+        with pytest.raises(OSError, match=r"http://h/2 is not read: none of 1 requests to h:80 has ended for 0.15 sec"):
+            places.taken("h:80", "http://h/2", nullcontext).__enter__()
+        with places.taken("other:80", "http://other/1", nullcontext):
+            pass
+    with places.taken("h:80", "http://h/3", nullcontext):
+        pass
+    assert places._hosts == {}
+
+
+def test_those_that_wait_have_their_turns_in_order() -> None:
+    places, order = slots.HostSlots(1, stuck_seconds=20), []
+    threads = []
+
+    def work(number: int) -> None:
+        with places.taken("h", "", nullcontext):
+            order.append(number)
+
+    with places.taken("h", "", nullcontext):
+        for number in range(5):
+            threads.append(threading.Thread(target=work, args=(number,)))
+            threads[-1].start()
+            while len(places._hosts["h"].waiting) <= number:
+                time.sleep(0.001)
+    for thread in threads:
+        thread.join(20)
+    assert order == [0, 1, 2, 3, 4]
+
+
+def test_closing_ends_those_that_wait(server: HttpServer) -> None:
+    client = HttpClient(timeout_seconds=600, per_host=1, allow_local=True)
+    with client._slots.taken(f"127.0.0.1:{server.port}", "", nullcontext), ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(read_whole, client, server.url + PATH, 10**6) for _ in range(3)]
+        while len(client._slots._hosts[f"127.0.0.1:{server.port}"].waiting) < 3:
+            time.sleep(0.001)
+        client.close()
+        for future in waiting:
+            with pytest.raises(OSError, match=f"{PATH} is not read: the reading of URLs was ended"):
+                future.result(20)
+    with pytest.raises(OSError, match="was ended"):
+        read_whole(client, server.url + PATH, 10**6)
+    assert server.requests == []
+
+
 def test_hosts_that_are_done_are_forgotten(server: HttpServer) -> None:
     client = HttpClient(timeout_seconds=5, allow_local=True)
     read_whole(client, server.url + PATH, 10**6)
@@ -294,15 +360,56 @@ def test_a_host_in_any_script_is_encoded() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["http://", "http://a:b/", "http://[::1/", "http://a b/", "http:///x", "http://a:99999/"]
+    "url",
+    [
+        "http://",
+        "http://a:b/",
+        "http://[::1/",
+        "http://a b/",
+        "http:///x",
+        "http://a:99999/",
+        f"http://{'a' * 64}.example/",
+        "http://a..example/",
+    ],
 )
 def test_a_url_that_makes_no_sense_fails_alone(remotes: Remotes, url: str) -> None:
     assert failure(remotes.read(url, 10**6))[0] == FailureCode.FETCH_FAILED
+    for method in (remotes.info, remotes.open):
+        with pytest.raises(OSError, match=re.escape(url)):
+            method(url)
+
+
+@pytest.mark.parametrize("location", ["http://[", f"http://{'a' * 64}.example/", "//a:b/"])
+def test_a_redirect_that_makes_no_sense_fails_alone(server: HttpServer, remotes: Remotes, location: str) -> None:
+    server.redirects = {"/a": location}
+    code, message = failure(remotes.read(f"{server.url}/a", 10**6))
+    assert code == FailureCode.FETCH_FAILED
+    assert location in message
+    assert "leave it out" in message
+    with pytest.raises(OSError, match="leave it out"):
+        remotes.open(f"{server.url}/a")
+
+
+@pytest.mark.parametrize("status", [206, 416])
+def test_sizes_beyond_all_files_are_not_believed(server: HttpServer, remotes: Remotes, status: int) -> None:
+    asked = f"bytes 0-0/{'9' * 5000}" if status == 206 else f"bytes */{'9' * 5000}"
+    server.statuses[PATH] = [(status, {"Content-Range": asked})]
+    if status == 206:
+        with pytest.raises(OSError, match=f"{PATH}: the server sent a part.*'bytes 0-0/9{{50}}'.*download the file"):
+            remotes.open(server.url + PATH)
+    else:
+        with remotes.open(server.url + PATH) as file:
+            assert file.num_bytes == 0
 
 
 def test_urls_are_shown_in_one_line_without_secrets() -> None:
     assert shown_url("https://me:pw@host/a.jpg?sig=x#y") == "https://host/a.jpg"
     assert shown_url("http://host/a\nb") == "http://host/a\\nb"
+    assert shown_url("https://u:p/w@h/x") == "https://h/x"
+    assert shown_url("https://u:p?w#v@w@h/x") == "https://h/x"
+    assert shown_url("https://u@v:p/w@h/x") == "https://h/x"
+    assert shown_url("http://h:80/a@2x.png") == "http://h:80/a@2x.png"
+    assert shown_url("http://[::1]:80/a@2x.png") == "http://[::1]:80/a@2x.png"
     assert len(shown_url("http://host/" + "a" * 5000)) < 400
 
 
@@ -329,6 +436,8 @@ REFUSED = [
     "240.0.0.1",
     "100.100.100.200",
     "[fd00:ec2::254]",
+    "[fd00:ec2::123]",
+    "[fd00:ec2:1::1]",
     "127.0.0.1.",
 ]
 
@@ -351,6 +460,7 @@ def test_local_hosts_are_refused(server: HttpServer, host: str) -> None:
         ("172.16.0.1", None),
         ("192.168.0.1", None),
         ("fc00::1", None),
+        ("fd00:ec3::1", None),
         ("93.184.215.14", None),
         ("2606:4700::1111", None),
         ("64:ff9b::5db8:d70e", None),
@@ -402,6 +512,18 @@ def test_the_address_that_was_checked_is_connected_to(server: HttpServer, monkey
         with Remotes(timeout_seconds=2) as remotes:
             assert remotes.read(f"http://pictures.example:{server.port}{PATH}", 10**6) == b"good"
     assert asked == ["pictures.example"]
+    assert server.requests == []
+
+
+def test_this_machines_own_address_is_refused_where_no_range_tells(
+    server: HttpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "local_kind", lambda _: None)  # as of 10.0.0.5 on the machine that has it
+    with Remotes(timeout_seconds=2) as remotes:
+        code, message = failure(remotes.read(server.url + PATH, 10**6))
+    assert code == FailureCode.FETCH_FAILED
+    assert "127.0.0.1 is this machine" in message
+    assert "--allow-local-urls" in message
     assert server.requests == []
 
 

@@ -13,7 +13,7 @@ from servers import http_server
 from vlmembed.errors import ImageError, InputError
 from vlmembed.remote.remotes import Remotes
 from vlmembed.sources.lists import ListSource
-from vlmembed.sources.readahead import ReadAhead
+from vlmembed.sources.readahead import ReadAhead, UnreadRow
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -104,6 +104,27 @@ def test_a_host_is_asked_for_a_few_pictures_at_a_time(server: HttpServer, tmp_pa
     rows = read(write(tmp_path / "list.txt", names), per_host=3)
     assert [told(image) for image in rows] == list(map(str, range(30)))
     assert 2 <= server.most_at_once <= 3
+
+
+def test_rows_that_wait_for_others_of_their_host_are_not_late(server: HttpServer) -> None:
+    server.delay_seconds = 0.1
+    with Remotes(timeout_seconds=0.5, per_host=1, allow_local=True) as remotes:
+        reader = ReadAhead(timeout_seconds=0.5, max_source_pixels=10**6, remotes=remotes, downloads=16)
+        urls = [f"{server.url}/p/{number}.png" for number in range(16)]
+        rows = list(reader.read([UnreadRow(row=row, key=url, path=url) for row, url in enumerate(urls)]))
+    assert [told(image) for image in rows] == list(map(str, range(16)))
+    assert server.most_at_once == 1
+
+
+def test_redirects_to_one_host_wait_for_each_other_in_time(server: HttpServer) -> None:
+    with http_server() as front:
+        server.delay_seconds = 0.05
+        front.redirects = {f"/{number}": f"{server.url}/p/{number}.png" for number in range(16)}
+        urls = [f"http://{host}:{front.port}/{number}" for number, host in enumerate(["127.0.0.1", "localhost"] * 8)]
+        with Remotes(timeout_seconds=0.5, per_host=1, allow_local=True) as remotes:
+            reader = ReadAhead(timeout_seconds=0.5, max_source_pixels=10**6, remotes=remotes, downloads=16)
+            rows = list(reader.read([UnreadRow(row=row, key=url, path=url) for row, url in enumerate(urls)]))
+    assert [told(image) for image in rows] == list(map(str, range(16)))
 
 
 @pytest.mark.parametrize("name", ["list.csv", "list.csv.gz", "list.csv?token=x"])

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import io
 import tarfile
+import time
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet as pq
 import pytest
 from conftest import noise
+from servers import http_server
 
 import vlmembed
-from vlmembed.errors import ConfigError, InputError, NothingEmbeddedError
+from vlmembed.errors import ConfigError, FailureCode, ImageError, InputError, NothingEmbeddedError
 from vlmembed.sources import open_source
 from vlmembed.sources.names import expand_braces, url_pattern
 from vlmembed.verify import verify
@@ -144,6 +146,8 @@ def test_a_run_over_tars_stops_goes_on_retries_and_is_verified(
     def breaks(self: TarSource, start: int) -> Any:  # noqa: ANN401
         for image in read(self, start):
             if image.row == 9:
+                while not (tmp_path / "out.parquet.partial" / "parts.jsonl").exists():
+                    time.sleep(0.01)
                 msg = "the power is out"
                 raise RuntimeError(msg)
             yield image
@@ -189,3 +193,83 @@ def test_the_limit_of_a_run_over_tars(tiny_model: Path, tmp_path: Path) -> None:
     assert (report.num_rows, report.num_embedded) == (6, 6)
     with pytest.raises(vlmembed.VlmembedError, match="limit: 6 there, 7 now"):
         encode(tmp_path, tiny_model, tar, limit=7)
+
+
+def test_retries_after_a_limit_over_tars(tiny_model: Path, tmp_path: Path) -> None:
+    tar = shard(tmp_path / "a.tar", ["0.png", "bad.png", "1.png", "2.png"])
+    encode(tmp_path, tiny_model, tar, limit=3, max_error_rate=1.0)
+    report = encode(tmp_path, tiny_model, tar, limit=3, retry_failed=True)
+    assert (report.num_rows, report.num_retried, report.num_failed) == (3, 1, 1)
+
+
+def test_a_tar_that_is_gone_is_no_good_verification(tiny_model: Path, tmp_path: Path) -> None:
+    tar = shard(tmp_path / "a.tar", ["0.png", "1.png", "2.png"])
+    encode(tmp_path, tiny_model, tar)
+    tar.write_bytes(bytes(tar.stat().st_size))
+    found = verify(tmp_path / "out.parquet", num_rows=None)
+    assert not found.is_good
+    assert found.failed == dict.fromkeys(
+        [f"a.tar!/{number}.png" for number in range(3)], "the inputs do not have it any more"
+    )
+    shard(tar, ["0.png", "2.png", "1.png"])
+    found = verify(tmp_path / "out.parquet", num_rows=None)
+    assert found.failed == {
+        "a.tar!/1.png": "in its place is 'a.tar!/2.png'",
+        "a.tar!/2.png": "in its place is 'a.tar!/1.png'",
+    }
+
+
+def test_a_run_over_tars_that_give_other_rows_now_is_not_gone_on_with(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, last = (shard(tmp_path / f"{n}.tar", [f"{n}{m}.png" for m in range(6)], 10 * n) for n in range(2))
+
+    from vlmembed.sources import tarpass  # noqa: PLC0415  patched below
+
+    open_archive = tarpass.open_archive
+
+    def unreadable(archive: Any, remotes: Any, *, stops: bool) -> Any:  # noqa: ANN401
+        if archive.path == str(first):
+            raise ImageError(FailureCode.UNREADABLE, "Permission denied")
+        return open_archive(archive, remotes, stops=stops)
+
+    read = tarpass.TarPass.read
+
+    def stops(self: tarpass.TarPass, remotes: Any) -> Any:  # noqa: ANN401
+        for image in read(self, remotes):
+            if image.row == 6:
+                while not (tmp_path / "out.parquet.partial" / "parts.jsonl").exists():
+                    time.sleep(0.01)
+                raise KeyboardInterrupt
+            yield image
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tarpass, "open_archive", unreadable)
+        patch.setattr(tarpass.TarPass, "read", stops)
+        with pytest.raises(KeyboardInterrupt):
+            encode(tmp_path, tiny_model, first, last, max_error_rate=1.0)
+    with pytest.raises(
+        InputError, match=r"row 3 was '.*/1\.tar!/12\.png' when it was committed, and is '.*/0\.tar!/03"
+    ):
+        encode(tmp_path, tiny_model, first, last)
+
+
+def test_logins_and_signatures_of_urls_are_written_nowhere(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    content = picture(1)
+    with http_server({"/a.png": content}) as server:
+        address = server.url.partition("://")[2]
+        urls = [f"http://user:SECRET@{address}/a.png?n={number}&X-Amz-Signature=SECRET#part" for number in range(2)]
+        report = encode(tmp_path, tiny_model, *urls, allow_local_urls=True)
+        assert (report.num_rows, report.num_embedded, report.num_duplicates) == (2, 1, 1)
+        expected = [f"{server.url}/a.png?n={number}" for number in range(2)]
+        assert pq.read_table(tmp_path / "out.parquet")["id"].to_pylist() == expected
+        (tmp_path / "l.txt").write_text("\n".join(urls))
+        encode(tmp_path, tiny_model, tmp_path / "l.txt", allow_local_urls=True, output=tmp_path / "listed.parquet")
+        assert pq.read_table(tmp_path / "listed.parquet")["id"].to_pylist() == expected
+        with pytest.raises(InputError, match="are the same: name it once") as caught:
+            keys(urls[0], urls[0].replace("SECRET", "OTHER"), allow_local_urls=True)
+    assert "SECRET" not in str(caught.value) + caplog.text
+    for path in tmp_path.glob("*.parquet"):
+        assert b"SECRET" not in path.read_bytes() + str(pq.read_schema(path).metadata).encode()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from contextlib import closing
 from functools import partial
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
@@ -20,9 +21,11 @@ from test_end_to_end import many_pictures, run, stop_after
 import vlmembed.mirror.objects
 import vlmembed.mirror.owner
 from vlmembed.errors import InputError, NothingEmbeddedError, OutputError, StorageError
+from vlmembed.finished import FinishedOutput
 from vlmembed.mirror.localcopy import local_copy
 from vlmembed.mirror.objects import Objects
 from vlmembed.mirror.owner import Owner
+from vlmembed.mirror.workfolder import WorkFolder
 from vlmembed.remote.remotes import Remotes
 from vlmembed.schema import read_provenance
 
@@ -580,3 +583,58 @@ def test_a_claim_is_renewed_until_it_is_released(store: MemoryStore, monkeypatch
         assert not other.claim()
         other.release()
     assert store.names() == []
+
+
+def noted(path: Path) -> WorkFolder:
+    """A working folder, as the next start finds it."""
+    return WorkFolder(path, "s3://bucket/run")
+
+
+@pytest.mark.parametrize("cut", [1, 2, 30, 70])
+def test_a_note_that_was_cut_costs_its_own_file_only(cut: int, tmp_path: Path) -> None:
+    folder = tmp_path / "work"
+    names = ["a", "b", "c"]
+    with closing(noted(folder)) as work:
+        for name in names:
+            work.path(name).write_text(name)
+        for name in names[:2]:
+            work.note(name, "uploaded")
+    notes = folder / "mirror-files.jsonl"
+    notes.write_bytes(notes.read_bytes()[:-cut])
+    with closing(noted(folder)) as work:
+        assert [work.is_there(name) for name in names] == [True, cut == 1, False]  # but for its end the line is whole
+        work.note("c", "fetched")
+    with closing(noted(folder)) as work:
+        assert [work.is_there(name) for name in names] == [True, cut == 1, True]
+        work.note("b", "uploaded")
+    with closing(noted(folder)) as work:
+        assert [work.is_there(name) for name in names] == [True, True, True]
+        assert [work.is_fetched(name) for name in names] == [False, False, True]
+
+
+def test_notes_that_are_none_are_passed_over(tmp_path: Path) -> None:
+    folder = tmp_path / "work"
+    with closing(noted(folder)) as work:
+        work.path("a").write_text("a")
+        work.note("a", "uploaded")
+    with (folder / "mirror-files.jsonl").open("ab") as file:
+        file.write(b'{"name": "a"{"name": "b"}\n\xff\0\n3\n{"name": "b"}\n{"name": "b", "how": "x", "identity": 1}\n')
+    with closing(noted(folder)) as work:
+        assert work.is_there("a")
+        assert not work.is_there("b")
+
+
+def test_a_url_whose_name_no_file_can_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlmembed.mirror.localcopy.Remotes", partial(Remotes, allow_local=True))
+    with (
+        http_server({"/a\0.parquet": b"rows"}) as server,
+        pytest.raises(InputError, match=r"a%00.parquet cannot be read \(.*\): name the output of an earlier run"),
+        local_copy(f"{server.url}/a%00.parquet"),
+    ):
+        pass
+
+
+def test_a_folder_without_parts_is_said_to_hold_no_rows(tmp_path: Path) -> None:
+    (tmp_path / "_SUCCESS").write_text(json.dumps({"vlmembed_version": "1"}))
+    with pytest.raises(InputError, match=r"holds no rows: it has _SUCCESS, and no part-\*.parquet; name an output"):
+        FinishedOutput.open(tmp_path)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pytest
 
-from vlmembed.errors import FailureCode, ImageError
+from vlmembed.errors import FailureCode, ImageError, StoppedError
 from vlmembed.sources.inflight import Lane, through
 from vlmembed.sources.readahead import MAX_LARGE_FILES_BYTES, SMALL_FILE_BYTES, ReadAhead, UnreadRow
 from vlmembed.types import EncodedImage
@@ -19,7 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from vlmembed.remote.slots import Pause
     from vlmembed.sources.readahead import Row
+
+
+ODD = {"odd": UnicodeError("secret"), "overflow": OverflowError(), "bug": KeyError(1), "stopped": StoppedError()}
 
 
 class FakeRemotes:
@@ -32,14 +37,24 @@ class FakeRemotes:
         self.num_now = self.most_now = 0
 
     def read(
-        self, url: str, max_bytes: int, stop_bytes: int | None = None, *, trusted: bool = False
+        self,
+        url: str,
+        max_bytes: int,
+        stop_bytes: int | None = None,
+        *,
+        trusted: bool = False,
+        pause: Pause = nullcontext,
     ) -> bytes | ImageError | int:
         """As `Remotes.read`."""
         with self._lock:
             self.asked.append((url, stop_bytes, trusted))
             self.num_now += 1
             self.most_now = max(self.most_now, self.num_now)
-        self.wait(url)
+        if url.endswith("turn"):
+            with pause():
+                self.wait(url)
+        else:
+            self.wait(url)
         with self._lock:
             self.num_now -= 1
         name = url.rpartition("/")[2]
@@ -47,8 +62,8 @@ class FakeRemotes:
             return ImageError(FailureCode.MISSING, "404")
         if name == "memory":
             raise MemoryError
-        if name == "odd":
-            raise UnicodeError
+        if name in ODD:
+            raise ODD[name]
         num_bytes = int(name.partition("-")[2] or 0)
         if num_bytes > max_bytes:
             return ImageError(FailureCode.TOO_LARGE, "too large")
@@ -85,14 +100,17 @@ def test_what_becomes_of_urls() -> None:
         url_row(4, f"giant-{2**40}"),
         UnreadRow(row=5, key="5", path="s3://bucket/x", columns=batch),
         url_row(6, "odd"),
+        url_row(7, "overflow"),
+        url_row(8, "bug"),
     ]
     images = list(reader(remotes).read(rows))
-    assert [image.key for image in images] == list("0123456")
+    assert [image.key for image in images] == list("012345678")
     codes = [image.content.code if isinstance(image.content, ImageError) else None for image in images]
-    assert codes == [None, "missing", "out_of_memory", None, "too_large", None, "unreadable"]
+    assert codes == [None, "missing", "out_of_memory", None, "too_large", None, *["fetch_failed"] * 3]
     assert images[3].content == f"https://host/3/large-{SMALL_FILE_BYTES + 1}".encode()
     assert images[5].columns is batch
-    assert str(images[6].content) == "https://host/6/odd is no URL that can be read (UnicodeError)"
+    assert str(images[6].content).startswith("https://host/6/odd cannot be read (UnicodeError): leave it out")
+    assert "(OverflowError)" in str(images[7].content)
     assert {url.split("/")[3] for url, stop_bytes, _ in remotes.asked if stop_bytes is None} == {"3"}
     assert {url.split("/")[3] for url, _, trusted in remotes.asked if trusted} == {"3"}
     assert {stop_bytes for _, stop_bytes, _ in remotes.asked} == {SMALL_FILE_BYTES, None}
@@ -196,6 +214,17 @@ def test_a_url_that_hangs_costs_its_own_row() -> None:
     assert {content.code for content in late.values()} == {"timeout"}
     assert str(late[3]).startswith("reading took longer than 0.2 seconds: look after the server or network that holds")
     release.set()
+
+
+def test_the_end_of_a_run_is_no_failed_row() -> None:
+    with pytest.raises(StoppedError):
+        list(reader(FakeRemotes()).read([url_row(0, "stopped")]))
+
+
+def test_waiting_for_a_turn_costs_no_row() -> None:
+    remotes = FakeRemotes(wait=lambda _: time.sleep(0.6))
+    images = list(reader(remotes, timeout_seconds=0.2).read([url_row(0, "turn"), url_row(1, "turn")]))
+    assert [image.content for image in images] == [b"https://host/0/turn", b"https://host/1/turn"]
 
 
 def test_what_is_left_unread_is_cancelled() -> None:

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import tarfile
+import zlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,9 +22,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from servers import http_server
 
-from vlmembed.errors import FailureCode, ImageError, InputError
+from vlmembed.errors import FailureCode, ImageError, InputError, StorageError
 from vlmembed.remote.remotes import Remotes
 from vlmembed.sources import samples, tarmembers
+from vlmembed.sources.forward import ForwardFile
 from vlmembed.sources.tar import TAR_HEAD_BYTES, TarSource, is_tar
 
 if TYPE_CHECKING:
@@ -794,21 +796,22 @@ def test_a_connection_that_breaks_in_a_picture_costs_that_picture() -> None:
     rows = rows_of(source)
     assert [shown(image)[1:3] for image in rows] == [
         ("t.tar!/a.jpg", JPEG),
-        ("t.tar!/b.jpg", "unreadable"),
+        ("t.tar!/b.jpg", "fetch_failed"),
         ("t.tar!/c.jpg", PNG),
     ]
     assert "https://host/t.tar: the connection broke 5 times" in str(rows[1].content)
 
 
-def test_a_connection_that_is_gone_costs_the_rest_of_the_shard() -> None:
+def test_a_connection_that_is_gone_stops_the_run() -> None:
     tar = pack(("a.jpg", JPEG), ("b.jpg", os.urandom(MEGABYTE)), ("c.jpg", PNG))
     at = tar.index(b"b.jpg") + 512
     for content in (tar, gzip.compress(tar)):
         source, _ = remote(t=FakeFile(content, range(at + 200_000, 10**9)), u=FakeFile(tar))
-        keys = [shown(image)[1:3] for image in source.read(0)]
-        assert keys[:2] == [("t.tar!/a.jpg", JPEG), ("t.tar!/b.jpg", "unreadable")]
-        assert keys[2:-3] == ([("t.tar!", "unreadable")] if content is tar else [])
-        assert keys[-3][0] == "u.tar!/a.jpg"
+        keys: list[tuple[str, bytes | str]] = []
+        with pytest.raises(StorageError, match="the same command goes on from there"):
+            keys.extend(shown(image)[1:3] for image in source.read(0))
+        assert keys[:1] == [("t.tar!/a.jpg", JPEG)]
+        assert keys[1:] == ([("t.tar!/b.jpg", "fetch_failed")] if content is tar else [])
 
 
 def test_a_server_that_does_not_tell_sizes_is_read_from_front_to_back() -> None:
@@ -847,3 +850,45 @@ def test_constants_are_what_the_documents_say() -> None:
     assert (samples.MAX_TEXT_BYTES, samples.MAX_SAMPLE_BYTES) == (16 * MEGABYTE, 256 * MEGABYTE)
     assert samples.MAX_SAMPLE_PICTURES == 1000
     assert json.dumps(samples.split_name("a.b/c.d.E")) == '["a.b/c", "d.e"]'
+
+
+def claims_dictionary(packed: bytes, size: int) -> bytes:
+    """A stream of xz whose block names a dictionary of this size, by the format's number, with the right checksum."""
+    head = packed[12:16] + bytes([size]) + packed[17:20]
+    return packed[:12] + head + zlib.crc32(head).to_bytes(4, "little") + packed[24:]
+
+
+def test_an_xz_that_asks_for_a_huge_dictionary_is_a_damaged_shard(tmp_path: Path) -> None:
+    packed = lzma.compress(pack(("a.jpg", JPEG)))
+    assert claims_dictionary(packed, packed[16]) == packed
+    for content, before in ((b"", 0), (lzma.compress(pack(("b.jpg", PNG))), 1)):  # in the first stream, in the second
+        path = write(tmp_path / "t.tar.xz", content + claims_dictionary(packed, 40))
+        rows = rows_of(opened(path, write(tmp_path / "u.tar", pack(("c.jpg", PNG)))))
+        assert [image.key for image in rows] == [*["t.tar.xz!/b.jpg"] * before, "t.tar.xz!", "u.tar!/c.jpg"]
+        lost = rows[before].content
+        assert isinstance(lost, ImageError)
+        assert lost.code == "unreadable"
+        assert "asks for a decoder of more than 128 MiB: compress it again with xz -9" in str(lost)
+    write(tmp_path / "t.tar.xz", claims_dictionary(packed, 28))  # 64 MiB, as of xz -9
+    assert outcomes(opened(tmp_path / "t.tar.xz")) == [("t.tar.xz!/a.jpg", JPEG)]
+
+
+@pytest.mark.parametrize(
+    ("between", "behind", "is_whole"),
+    [(b"", b"", True), (bytes(4), bytes(100_000), True), (bytes(70_000), b"no stream", True), (b"", b"\xfd7z", False)],
+)
+def test_streams_of_xz_are_read_one_behind_the_other(between: bytes, behind: bytes, *, is_whole: bool) -> None:
+    content = os.urandom(3 * MEGABYTE) + bytes(5 * MEGABYTE)
+    at = 2 * MEGABYTE + 7
+    packed = between.join([lzma.compress(content[:at]), lzma.compress(b""), lzma.compress(content[at:])]) + behind
+    with ForwardFile(io.BufferedReader(cast("io.RawIOBase", io.BytesIO(packed))), len(packed)) as file:
+        assert file.read(10) == content[:10]
+        assert file.advance(MEGABYTE)
+        assert file.read(5 * MEGABYTE) == content[MEGABYTE : 6 * MEGABYTE]
+        assert file.read(len(content) - file.position) == content[6 * MEGABYTE :]
+        if is_whole:
+            assert file.read(1) == b""
+            assert not file.advance(len(content) + 1)
+        else:
+            with pytest.raises(EOFError):
+                file.read(1)

@@ -181,7 +181,7 @@ class EncodeConfig:
             raise ConfigError(msg)
         is_lance = os.fspath(self.output).rstrip("/").endswith(".lance")
         if self.format != "auto" and is_lance != (self.format == "lance"):
-            msg = f"format is {self.format}, output {self.output!r}: a Lance dataset, and nothing else, ends in .lance"
+            msg = f"format is {self.format}, the output's name says another: only a Lance dataset ends in .lance"
             raise ConfigError(msg)
 
     def _check_lists(self) -> None:

@@ -58,6 +58,9 @@ class FinishedOutput:
             raise InputError(msg)
         provenance = read_success(path / SUCCESS) if is_folder else None
         files = tuple(sorted(path.glob("part-*.parquet"))) if is_folder else (path,)
+        if not files:
+            msg = f"{path} holds no rows: it has {SUCCESS}, and no part-*.parquet; name an output with embeddings"
+            raise InputError(msg)
         try:
             schema = read_schema(files[0])
         except (OSError, IndexError, ValueError, pa.ArrowException) as error:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -180,6 +180,7 @@ class DeadlinePool(Generic[T, R]):
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._clock_seconds = 0.0
+        self._current = threading.local()
         self.num_given_up = 0
         self._num_threads = num_threads
         self._num_started = 0
@@ -201,6 +202,20 @@ class DeadlinePool(Generic[T, R]):
                 raise StoppedError
             self._waiting.put((item, future))
         return future
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """For the function, in a thread of the pool: what it waits for in here does not count. Elsewhere no matter."""
+        job: _Job[T, R] | None = getattr(self._current, "job", None)
+        if job is None or job.began_at is None:
+            yield
+            return
+        spent_seconds = self._clock_seconds - job.began_at
+        job.began_at = None
+        try:
+            yield
+        finally:
+            job.began_at = self._clock_seconds - spent_seconds
 
     def oldest(self) -> tuple[T, float] | None:
         """The item that has been under way for longest, and for how many seconds; None where nothing is."""
@@ -267,11 +282,12 @@ class DeadlinePool(Generic[T, R]):
 
     def _call(self, job: _Job[T, R]) -> R:
         with self._around(job.item):
+            self._current.job = job
             job.began_at = self._clock_seconds
             try:
                 return self._function(job.item)
             finally:
-                job.began_at = None
+                job.began_at = self._current.job = None
 
     def _is_wanted(self, thread: _Thread[T, R]) -> bool:
         """Note that a call has ended; false where its result was decided without it."""

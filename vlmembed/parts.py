@@ -199,6 +199,18 @@ class PartStore:
         found = Embedded(row=row, vectors=vectors, size_hw=(sizes[0], sizes[1]), grid_hw=(sizes[2], sizes[3]))
         return key, found
 
+    def last_key(self) -> str | None:
+        """The id of the last committed row; None where there is none."""
+        if not self.records:
+            return None
+        record = self.records[-1]
+        rows, failed = self.rows_of(record.number)
+        if len(failed) and (not len(rows) or failed[-1] > rows[-1]):
+            table = self._errors(record, "id", "row").sort_by("row")
+        else:
+            table = pq.read_table(self.folder / record.file_name, columns=["id"], page_checksum_verification=True)
+        return str(table["id"][-1].as_py())
+
     def rows_of(self, number: int) -> tuple[Int64Array, Int64Array]:
         """The rows of a part with vectors, and those that failed, ascending."""
         record = self.records[number]

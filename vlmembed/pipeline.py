@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 from vlmembed.config import STALL_TIMEOUTS
 from vlmembed.decoders import decode_in_order
 from vlmembed.dedup import dedup, ref_of
-from vlmembed.errors import StoppedError
+from vlmembed.errors import InputError, StoppedError
 from vlmembed.packer import PackingStats, pack
 from vlmembed.parallel import Channel
 from vlmembed.types import (
@@ -152,17 +152,18 @@ class Pipeline:
         """How many threads work in each stage."""
         return {"read": 1, "dedup": 1, "decode": self._num_workers, "pack": 1, "encode": 1, "write": 1}
 
-    def run(self, start: int, limit: int | None, bar: ProgressBar) -> None:
+    def run(self, start: int, limit: int | None, bar: ProgressBar, *, after: str | None = None) -> None:
         """Take the rows from `start` on through all stages; returns when the last one is committed.
 
-        `limit` is the number of the row before which it ends; None is the source's end.
+        `limit` is the number of the row before which it ends; None is the source's end. `after` is the id that the row
+        before `start` must have, where the source counts its rows by reading them.
 
         Raises:
             VlmembedError: whatever ended the run. KeyboardInterrupt passes through, after the threads have ended.
         """
         self.num_rows_read = start
         threads = [
-            threading.Thread(target=self._guard, args=(self._read, start, limit), name="reader", daemon=True),
+            threading.Thread(target=self._guard, args=(self._read, start, limit, after), name="reader", daemon=True),
             threading.Thread(target=self._guard, args=(self._write,), name="writer", daemon=True),
         ]
         with self._watchdog.watching(), self._joined(threads):
@@ -191,7 +192,7 @@ class Pipeline:
         if self._errors:
             raise self._errors[0]
 
-    def _guard(self, stage: Callable[..., None], *arguments: int | None) -> None:
+    def _guard(self, stage: Callable[..., None], *arguments: int | str | None) -> None:
         try:
             stage(*arguments)
         except StoppedError:
@@ -215,9 +216,9 @@ class Pipeline:
         with self.clock.measure("give to writer"):
             self._events.put(event)
 
-    def _read(self, start: int, limit: int | None) -> None:
+    def _read(self, start: int, limit: int | None, after: str | None) -> None:
         left = None if limit is None else limit - start
-        rows = self.clock.iterate("read", islice(self._source.read(start), left))
+        rows = self.clock.iterate("read", islice(self._rows(start, after), left))
         images = self.clock.iterate("wait", self._images(self._counted(rows)))
         packs = pack(images, self._layout, self.packing, alone=self._config.deterministic)
         for batch in self.clock.iterate("pack", packs):
@@ -226,6 +227,21 @@ class Pipeline:
             self._watchdog.moved()
         self._put(EndOfInput(num_rows=self.num_rows_read))
         self._packs.close()
+
+    def _rows(self, start: int, after: str | None) -> Iterator[EncodedImage]:
+        """The source's rows from `start` on, if the one before is what it was when it was committed."""
+        if after is None:
+            return self._source.read(start)
+        rows = self._source.read(start - 1)
+        before = next(rows, None)
+        if before is None or before.key != after:
+            now = "not there" if before is None else repr(before.key)
+            msg = (
+                f"row {start - 1} was {after!r} when it was committed, and is {now} now: an archive before it gives "
+                "other rows than it did; make it readable as it was, or start anew with --overwrite"
+            )
+            raise InputError(msg)
+        return rows
 
     def _counted(self, rows: Iterator[EncodedImage]) -> Iterator[EncodedImage]:
         for image in rows:

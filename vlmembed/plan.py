@@ -25,6 +25,7 @@ from vlmembed.preprocess import RESIZER
 from vlmembed.provenance import difference, make_fingerprint, make_provenance
 from vlmembed.schema import output_schema, read_provenance, read_success, with_provenance
 from vlmembed.sources.base import expected_rows
+from vlmembed.sources.locations import public_url
 from vlmembed.sources.shard import shard_entries
 from vlmembed.towers import open_tower
 from vlmembed.tuning import check_choices, load_encoder
@@ -227,11 +228,21 @@ def _inherited_dtype(config: EncodeConfig, before: dict[str, Any] | None) -> str
 
 def _recipe(config: EncodeConfig, rule: ResizeRule, decided: EncodeConfig) -> EncodeConfig:
     """How to make the file, not what was there before. As a demand, an automatic budget would refuse pictures that are
-    longer by themselves, so it is left open."""
+    longer by themselves, so it is left open. Logins and signatures of URLs stay out of it."""
     budget = decided.max_tokens_per_batch
     if config.max_tokens_per_batch is None and budget is not None and budget < rule.max_tokens_per_image:
         budget = None
-    return replace(decided, overwrite=False, retry_failed=False, work_dir=None, max_tokens_per_batch=budget)
+    inputs = tuple(public_url(os.fspath(name)) for name in decided.inputs)
+    output = public_url(os.fspath(decided.output))
+    return replace(
+        decided,
+        inputs=inputs,
+        output=output,
+        overwrite=False,
+        retry_failed=False,
+        work_dir=None,
+        max_tokens_per_batch=budget,
+    )
 
 
 def _inherit_shape(config: EncodeConfig, before: dict[str, Any]) -> EncodeConfig:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -83,7 +84,10 @@ class FailedRows:
 
     def _numbered(self, numbers: range | list[int]) -> Iterator[EncodedImage]:
         images = self._source.read_rows([int(self.rows[number]) for number in numbers])
-        for number, image in zip(numbers, images, strict=True):
+        for number, image in zip_longest(numbers, images):
+            if image is None:
+                msg = f"the inputs have no row {self.rows[number]} any more: start anew with --overwrite"
+                raise InputError(msg)
             if image.key != self._keys[number]:
                 msg = (
                     f"row {image.row} is {image.key!r} now and was {self._keys[number]!r}: start anew with --overwrite"
@@ -132,7 +136,7 @@ class Retry:
     def fingerprint(self) -> dict[str, Any]:
         """What the run of the failed rows must have: that of the output, but for what says which rows are read."""
         of_output = self.facts["fingerprint"]
-        return {name: value for name, value in of_output.items() if name not in ("shard", "whole")} | {
+        return {name: value for name, value in of_output.items() if name not in ("shard", "whole", "limit")} | {
             "source_sha256": self.source.digest,
             "num_rows": self.source.num_rows,
             "retry_failed": True,

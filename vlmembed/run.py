@@ -307,7 +307,10 @@ def _run_pipeline(
             clock=StageClock(),
             hung=hung,
         )
-        pipeline.run(start, config.limit if plan.num_rows is None else plan.num_rows, bar)
+        if plan.num_rows is None:
+            pipeline.run(start, config.limit, bar, after=store.last_key())
+        else:
+            pipeline.run(start, plan.num_rows, bar)
     return pipeline, writer
 
 

@@ -199,6 +199,17 @@ class _Chunk:
     def fail(self, failure: Failure) -> None:
         self.found.failed[self.ids[failure.row]] = f"{failure.code}: {failure.message}"
 
+    def in_place(self, images: Iterable[EncodedImage]) -> Iterator[EncodedImage]:
+        """Pass on the images that still have their ids, note the others."""
+        left = dict(self.ids)
+        for image in images:
+            key = left.pop(image.row)
+            if image.key == key:
+                yield image
+            else:
+                self.found.failed[key] = f"in its place is {image.key!r}"
+        self.found.failed.update(dict.fromkeys(left.values(), "the inputs do not have it any more"))
+
     def unchanged(
         self, images: Iterable[tuple[EncodedImage, bytes | None, PatchedImage | Failure]]
     ) -> Iterator[PatchedImage]:
@@ -222,7 +233,9 @@ class _Chunk:
 def _compare(chunk: _Chunk, plan: Plan, decoders: DecodePool) -> None:
     budget = plan.config.max_tokens_per_batch
     assert budget is not None
-    images = _read_again(plan.source.read_rows(list(chunk.ids)), decoders, pixels=plan.config.dedup == "pixels")
+    images = _read_again(
+        chunk.in_place(plan.source.read_rows(list(chunk.ids))), decoders, pixels=plan.config.dedup == "pixels"
+    )
     layout, alone = plan.rule.layout, plan.config.deterministic
     for result in plan.encoder.stream(pack(chunk.unchanged(images), layout, PackingStats(budget), alone=alone)):
         if isinstance(result, Failure):

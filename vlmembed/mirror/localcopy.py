@@ -40,7 +40,7 @@ def local_copy(name: str | os.PathLike[str], *, timeout_seconds: float = 120.0) 
         with Remotes(timeout_seconds=timeout_seconds) as remotes:
             try:
                 copy = (_copy_web if scheme_of(url) in WEB_SCHEMES else _copy)(remotes, url, Path(folder))
-            except (OSError, pa.ArrowException) as error:
+            except (OSError, ValueError, pa.ArrowException) as error:  # ValueError: a name that no file can have
                 msg = f"{shown_url(url)} cannot be read ({error}): name the output of an earlier run"
                 raise InputError(msg) from error
         yield copy

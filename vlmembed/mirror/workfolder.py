@@ -15,7 +15,7 @@ from vlmembed.atomic import atomic, remove
 from vlmembed.errors import OutputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 STATE = "mirror.json"
 FILES = "mirror-files.jsonl"
@@ -52,8 +52,8 @@ class WorkFolder:
         self._state = self._read_state()
         self.token: str = self._state.setdefault("token", secrets.token_hex(16))
         self._files: dict[str, tuple[str, list[int]]] = {}
-        for line in self._read_lines():
-            self._files[line["name"]] = line["how"], line["identity"]
+        for name, how, identity in self._read_lines():
+            self._files[name] = how, identity
 
     def _read_state(self) -> dict[str, Any]:
         try:
@@ -62,12 +62,17 @@ class WorkFolder:
             return {}
         return state if isinstance(state, dict) else {}
 
-    def _read_lines(self) -> Iterable[dict[str, Any]]:
+    def _read_lines(self) -> Iterator[tuple[str, str, list[int]]]:
+        """What earlier starts have noted. A line that was cut when one of them ended is passed over: what it told of is
+        not known to be there, and is uploaded again."""
         try:
-            content = (self._folder / FILES).read_text(encoding="utf-8")
+            content = (self._folder / FILES).read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
-            return []
-        return [json.loads(line) for line in content.split("\n")[:-1]]
+            return
+        for line in content.split("\n"):
+            with suppress(ValueError, KeyError, TypeError):  # no JSON; JSON of something else
+                found = json.loads(line)
+                yield str(found["name"]), str(found["how"]), list(found["identity"])
 
     def path(self, name: str) -> Path:
         """Where the file of an object is."""
@@ -104,10 +109,15 @@ class WorkFolder:
         self._append([name])
 
     def _append(self, names: Iterable[str]) -> None:
-        with (self._folder / FILES).open("a", encoding="utf-8") as file:
+        with (self._folder / FILES).open("a+b") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":  # the last line was cut
+                    file.write(b"\n")
             for name in names:
                 how, identity = self._files[name]
-                file.write(json.dumps({"name": name, "how": how, "identity": identity}) + "\n")
+                line = json.dumps({"name": name, "how": how, "identity": identity}) + "\n"
+                file.write(line.encode())
 
     def is_fetched(self, name: str) -> bool:
         """Whether a file is as it was downloaded."""

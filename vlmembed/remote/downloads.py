@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,8 @@ from vlmembed.remote.web_answer import check_unchanged
 
 if TYPE_CHECKING:
     from vlmembed.remote.http import HttpClient
+    from vlmembed.remote.retries import Deadline
+    from vlmembed.remote.slots import Pause
     from vlmembed.remote.web_answer import WebInfo
 
 
@@ -22,14 +25,15 @@ class Oversized:
     num_bytes: int | None
 
 
-def read_whole(client: HttpClient, url: str, max_bytes: int) -> bytes | Oversized:
-    """A whole file, unless it is larger than `max_bytes`.
+def read_whole(client: HttpClient, url: str, max_bytes: int, pause: Pause = nullcontext) -> bytes | Oversized:
+    """A whole file, unless it is larger than `max_bytes`. Where it waits for its host's other files, it does so in
+    `pause`.
 
     Raises:
         FileNotFoundError: it is not there. OSError: it cannot be read.
     """
     download = _Download(client, url, max_bytes)
-    return client.retries.run(download.advance)
+    return client.retries.run(download.advance, pause=pause)
 
 
 def read_range(client: HttpClient, url: str, start: int, stop: int, expected: WebInfo) -> bytes:
@@ -52,7 +56,7 @@ class _Download:
         self._content = io.BytesIO()
         self._validator = ""
 
-    def advance(self, deadline: float) -> bytes | Oversized:
+    def advance(self, deadline: Deadline) -> bytes | Oversized:
         """Try to read what is missing."""
         num_bytes = self._content.tell()
         headers = {}
@@ -90,7 +94,7 @@ class _Part:
         self._expected = expected
         self._content = io.BytesIO()
 
-    def advance(self, deadline: float) -> bytes:
+    def advance(self, deadline: Deadline) -> bytes:
         """Try to read what is missing."""
         start = self._start + self._content.tell()
         headers = {"Range": f"bytes={start}-{self._stop - 1}"}

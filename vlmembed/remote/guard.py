@@ -4,7 +4,8 @@ Lists and columns hold URLs that nobody has looked at. Such a URL must not reach
 the cloud's metadata service, which gives out credentials. So a host's name is resolved here, every address that it has
 is checked, and the connection is made to a checked address: a second look-up of the name could give another one.
 
-Private ranges (10.0.0.0/8 and the like) are allowed, since data often lies on servers in them.
+Private ranges (10.0.0.0/8 and the like) are allowed, since data often lies on servers in them; but not this machine's
+own address there, which a connection shows by having it at both ends.
 """
 
 from __future__ import annotations
@@ -23,10 +24,9 @@ Address: TypeAlias = IPv4Address | IPv6Address
 
 _THIS_NETWORK = ip_network("0.0.0.0/8")
 _NAT64 = IPv6Network("64:ff9b::/96")
-_METADATA = frozenset(
-    map(ip_address, ("fd00:ec2::254", "fd20:ce::254", "100.100.100.200", "192.0.0.192", "168.63.129.16"))
-)
-"""Clouds' services for the machines in them, where they are not link-local: AWS, Google, Alibaba, Oracle, Azure."""
+_AWS_SERVICES = IPv6Network("fd00:ec2::/32")
+_METADATA = frozenset(map(ip_address, ("fd20:ce::254", "100.100.100.200", "192.0.0.192", "168.63.129.16")))
+"""Clouds' services for the machines in them, where they are not link-local: Google, Alibaba, Oracle, Azure."""
 
 
 class LocalAddressError(OSError):
@@ -64,11 +64,26 @@ class GuardedBackend(httpcore2.NetworkBackend):
         for index, address in enumerate(addresses):
             left = None if deadline is None else max(0.1, deadline - time.monotonic()) / (len(addresses) - index)
             try:
-                return self._backend.connect_tcp(address, port, left, local_address, socket_options)
+                stream = self._backend.connect_tcp(address, port, left, local_address, socket_options)
             except (httpcore2.ConnectError, httpcore2.ConnectTimeout):
                 if index == len(addresses) - 1:
                     raise
+            else:
+                return stream if self._allow_local else _elsewhere(stream, host)
         raise AssertionError
+
+
+def _elsewhere(stream: httpcore2.NetworkStream, host: str) -> httpcore2.NetworkStream:
+    """A connection, unless it is one with this machine."""
+    try:
+        peer, own = (stream.get_extra_info(name)[0] for name in ("server_addr", "client_addr"))
+    except OSError:  # it is broken already: the request will say so
+        return stream
+    if peer != own:
+        return stream
+    stream.close()
+    msg = f"{host} is this machine ({peer})"
+    raise LocalAddressError(msg)
 
 
 def resolve(host: str, port: int) -> list[str]:
@@ -90,7 +105,7 @@ def local_kind(address: Address) -> str | None:
         "a link-local address, as clouds' metadata services have": address.is_link_local,
         "an unspecified address": address.is_unspecified or address in _THIS_NETWORK,
         "a multicast address": address.is_multicast,
-        "a cloud's metadata service": address in _METADATA,
+        "a cloud's metadata service": address in _METADATA or address in _AWS_SERVICES,
         "a reserved address": address.is_reserved,
     }
     return next((kind for kind, is_so in kinds.items() if is_so), None)

@@ -9,7 +9,6 @@ addresses to it.
 from __future__ import annotations
 
 import threading
-import time
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from typing import TYPE_CHECKING
@@ -18,10 +17,11 @@ from urllib.parse import urljoin
 import httpcore2
 
 from vlmembed.remote.guard import GuardedBackend
-from vlmembed.remote.retries import Retries
+from vlmembed.remote.retries import Deadline, Retries
+from vlmembed.remote.slots import HostSlots
 from vlmembed.remote.transport import parse_web_url, translated, without_login
 from vlmembed.remote.urls import shown_url
-from vlmembed.remote.web_answer import Answer, WebInfo, status_error
+from vlmembed.remote.web_answer import Answer, WebInfo, check_part, size_of, status_error
 
 if TYPE_CHECKING:
     import ssl
@@ -32,6 +32,9 @@ MAX_CONNECT_SECONDS = 10.0
 MAX_SILENCE_SECONDS = 30.0
 """Limits of the time until a connection stands, and of the time in which a server sends nothing; less with a short
 timeout, so that several tries fit into it."""
+
+MIN_STUCK_SECONDS = 10.0
+"""A request has ended by twice its timeout, unless its thread hangs; never less than this."""
 
 KEEP_SECONDS = 15.0
 MAX_KEPT_CONNECTIONS = 64
@@ -50,7 +53,7 @@ class HttpClient:
         self._retries = Retries(timeout_seconds)
         self._connect_seconds = min(MAX_CONNECT_SECONDS, timeout_seconds / 4)
         self._silence_seconds = min(MAX_SILENCE_SECONDS, timeout_seconds / 2)
-        self._slots = _HostSlots(per_host)
+        self._slots = HostSlots(per_host, stuck_seconds=max(MIN_STUCK_SECONDS, 2 * timeout_seconds))
         self._backend = GuardedBackend(allow_local=allow_local)
         self._pool = self._new_pool(None)
         self._tls_pool: httpcore2.ConnectionPool | None = None
@@ -65,6 +68,7 @@ class HttpClient:
     def close(self) -> None:
         """End the connections; what is under way fails."""
         self._retries.close()
+        self._slots.close()
         self._pool.close()
         if self._tls_pool is not None:
             self._tls_pool.close()
@@ -72,7 +76,7 @@ class HttpClient:
     def info(self, url: str) -> WebInfo:
         """What a server says of a file when asked for its headers, or, where it does not answer that, for one byte."""
         try:
-            found = self._asked("HEAD", url, time.monotonic() + self._silence_seconds)
+            found = self._asked("HEAD", url, Deadline(self._silence_seconds))
         except FileNotFoundError:
             raise
         except OSError:  # some refuse HEAD, and with any status; `probe` has the further tries
@@ -83,20 +87,21 @@ class HttpClient:
         """What a server says of a file when asked for one byte of it."""
         return self._retries.run(lambda deadline: self._asked("GET", url, deadline))
 
-    def _asked(self, method: str, url: str, deadline: float) -> WebInfo:
+    def _asked(self, method: str, url: str, deadline: Deadline) -> WebInfo:
         headers = {"Range": "bytes=0-0"} if method == "GET" else {}
         with self.answer(method, url, headers, deadline) as answer:
             if answer.status == 416:  # noqa: PLR2004  Range Not Satisfiable: it is empty
                 total = answer.headers.get("content-range", "").rpartition("/")[2]
-                return WebInfo(num_bytes=int(total) if total.isdecimal() else 0, version="", takes_ranges=False)
+                return WebInfo(num_bytes=size_of(total) or 0, version="", takes_ranges=False)
             takes_ranges = answer.range is not None and answer.num_bytes is not None
             return WebInfo(num_bytes=answer.num_bytes, version=answer.version, takes_ranges=takes_ranges)
 
     @contextmanager
     def answer(
-        self, method: str, url: str, headers: Mapping[str, str], deadline: float, *, in_slot: bool = True
+        self, method: str, url: str, headers: Mapping[str, str], deadline: Deadline, *, in_slot: bool = True
     ) -> Iterator[Answer]:
-        """The answer to one try: 200, 206 or 416, after redirects. `in_slot`: it counts as one of its host's.
+        """The answer to one try: 200, 206 or 416, after redirects. `in_slot`: it counts as one of its host's, and waits
+        for its turn, in which time the deadline is put off.
 
         Raises:
             TransientError: another try is worth it. FileNotFoundError, OSError: it is not.
@@ -105,7 +110,7 @@ class HttpClient:
         for _ in range(MAX_REDIRECTS + 1):
             target = parse_web_url(url)
             with (
-                self._slots.taken(target.host) if in_slot else nullcontext(),
+                self._slots.taken(target.host, shown, deadline.paused) if in_slot else nullcontext(),
                 translated(url),
                 self._request(method, target.url, (*target.headers, *headers.items()), deadline) as (
                     status,
@@ -118,6 +123,7 @@ class HttpClient:
                     continue
                 if status not in (200, 206, 416):
                     raise status_error(shown, status, answered)
+                check_part(shown, status, answered)
                 yield Answer(url=url, status=status, headers=answered, chunks=chunks)
                 return
         msg = f"{shown} leads to more than {MAX_REDIRECTS} redirects, the last to {shown_url(url)}"
@@ -125,9 +131,9 @@ class HttpClient:
 
     @contextmanager
     def _request(
-        self, method: str, url: httpcore2.URL, headers: tuple[tuple[str, str], ...], deadline: float
+        self, method: str, url: httpcore2.URL, headers: tuple[tuple[str, str], ...], deadline: Deadline
     ) -> Iterator[tuple[int, dict[str, str], Iterator[bytes]]]:
-        left = max(0.1, deadline - time.monotonic())
+        left = max(0.1, deadline.left_seconds)
         timeout = {
             "connect": min(self._connect_seconds, left),
             "read": min(self._silence_seconds, left),
@@ -157,41 +163,25 @@ class HttpClient:
         )
 
 
-class _HostSlots:
-    """So many requests to a host at a time; hosts without any are forgotten, for lists name millions."""
-
-    def __init__(self, per_host: int) -> None:
-        self._per_host = per_host
-        self._lock = threading.Lock()
-        self._hosts: dict[str, tuple[threading.Semaphore, list[None]]] = {}
-
-    @contextmanager
-    def taken(self, host: str) -> Iterator[None]:
-        """Wait for a place, and hold it."""
-        with self._lock:
-            semaphore, users = self._hosts.setdefault(host, (threading.Semaphore(self._per_host), []))
-            users.append(None)
-        try:
-            with semaphore:
-                yield
-        finally:
-            with self._lock:
-                users.pop()
-                if not users:
-                    del self._hosts[host]
-
-
-def _until(deadline: float, chunks: Iterator[bytes]) -> Iterator[bytes]:
+def _until(deadline: Deadline, chunks: Iterator[bytes]) -> Iterator[bytes]:
     """The chunks, as long as there is time: a server that sends a little now and then never times out."""
     for chunk in chunks:
         yield chunk
-        if time.monotonic() > deadline:
+        if deadline.left_seconds < 0:
             raise httpcore2.ReadTimeout
 
 
 def _redirected(url: str, location: str) -> str:
-    """Where a redirect leads; another host is not given the login."""
-    to = urljoin(without_login(url), location)
+    """Where a redirect leads; another host is not given the login.
+
+    Raises:
+        OSError: nowhere.
+    """
+    try:
+        to = urljoin(without_login(url), location)
+    except ValueError as error:
+        msg = f"{shown_url(url)} leads to {shown_url(location)}, which is no URL ({error}): leave it out"
+        raise OSError(msg) from error
     login = url.partition("://")[2].partition("/")[0].rpartition("@")[0]
     if login and parse_web_url(to).host == parse_web_url(url).host:
         scheme, _, rest = without_login(to).partition("://")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import threading
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,12 +25,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Self
 
+    from vlmembed.remote.slots import Pause
     from vlmembed.remote.urls import StoreUrl
 
 __all__ = ["RemoteFile", "RemoteInfo", "Remotes", "is_url", "join_url", "shown_url", "without_options"]
 
 AHEAD_THREADS = 8
 """Threads that read ahead, for all open files together."""
+
+
+MAX_STORES = 32
+"""Object stores, or buckets of S3, that are kept for their next object: data may name any number of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,8 +58,9 @@ class Remotes:
     """Reads what URLs name, with several tries; thread-safe.
 
     `trusted` is False for a URL that came out of data: its options, which can name another server, are refused unless a
-    trusted URL had the same ones before. http and https never lead to this machine itself unless `allow_local`,
-    trusted or not.
+    trusted URL had the same ones before. Unless `allow_local`, http and https lead to no loopback or link-local
+    address, to no cloud's metadata service and to no other address of this machine, trusted or not; they do lead to
+    other machines in private networks.
     """
 
     def __init__(self, *, timeout_seconds: float, per_host: int = 16, allow_local: bool = False) -> None:
@@ -62,7 +70,7 @@ class Remotes:
         self._retries = Retries(timeout_seconds)
         self._lock = threading.Lock()
         self._http: HttpClient | None = None
-        self._stores: dict[tuple[str, str, str], Store] = {}
+        self._stores: OrderedDict[tuple[str, str, str], Store] = OrderedDict()  # the last used at the end
         self._trusted_queries = {""}
         self._pool = ThreadPoolExecutor(AHEAD_THREADS, thread_name_prefix="read-ahead")
 
@@ -92,15 +100,22 @@ class Remotes:
         yield from sorted(found, key=lambda info: info.url)
 
     def read(
-        self, url: str, max_bytes: int, stop_bytes: int | None = None, *, trusted: bool = True
+        self,
+        url: str,
+        max_bytes: int,
+        stop_bytes: int | None = None,
+        *,
+        trusted: bool = True,
+        pause: Pause = nullcontext,
     ) -> bytes | ImageError | int:
         """A whole file, or why there is none (``missing``, ``too_large``, ``fetch_failed``).
 
-        If it is larger than `stop_bytes`, its size is returned in place of reading it (`max_bytes` where unknown).
+        If it is larger than `stop_bytes`, its size is returned in place of reading it (`max_bytes` where unknown). If
+        it has to wait until other files of its host are read, it does so in `pause`, and that time does not count.
         """
         limit = max_bytes if stop_bytes is None else min(max_bytes, stop_bytes)
         try:
-            found = self._read(url, limit, trusted=trusted)
+            found = self._read(url, limit, trusted=trusted, pause=pause)
         except FileNotFoundError as error:
             return ImageError(FailureCode.MISSING, str(error))
         except (OSError, InputError) as error:
@@ -117,9 +132,9 @@ class Remotes:
             "that, or leave the file out",
         )
 
-    def _read(self, url: str, max_bytes: int, *, trusted: bool) -> bytes | Oversized:
+    def _read(self, url: str, max_bytes: int, *, trusted: bool, pause: Pause) -> bytes | Oversized:
         if scheme_of(url) in WEB_SCHEMES:
-            return read_whole(self._client(), url, max_bytes)
+            return read_whole(self._client(), url, max_bytes, pause)
         found = self._store(url, trusted=trusted)[0].open(url)
         if found.num_bytes > max_bytes:
             return Oversized(num_bytes=found.num_bytes)
@@ -192,11 +207,14 @@ class Remotes:
                 raise OSError(msg)
             bucket = parsed.path.partition("/")[0] if parsed.scheme == "s3" else ""  # its region may be its own
             key = (parsed.scheme, parsed.query, bucket)
-            found = self._stores.get(key)
+            if found := self._stores.get(key):
+                self._stores.move_to_end(key)
         if found is None:
             made = Store(parsed, self._retries, self._timeout_seconds)  # may ask Amazon for the bucket's region
             with self._lock:
                 found = self._stores.setdefault(key, made)
+                while len(self._stores) > MAX_STORES:
+                    self._stores.popitem(last=False)  # what is open holds on to its own
         return found, parsed
 
 

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from pyarrow import fs
 
 from vlmembed.errors import InputError
+from vlmembed.remote.urls import shown_url
 
 if TYPE_CHECKING:
     from vlmembed.remote.urls import StoreUrl
@@ -35,27 +36,37 @@ def build_filesystem(url: StoreUrl, timeout_seconds: float) -> fs.FileSystem:
     """The file system that a URL's scheme and options ask for.
 
     Raises:
-        InputError: an option that is not known.
+        InputError: an option that is not known, or an endpoint or another setting that makes no sense.
     """
     options = url.options
     for name in options:
         if name not in OPTIONS[url.scheme]:
             known = ", ".join(OPTIONS[url.scheme]) or "none are"
             msg = (
-                f"{url.sibling(url.path)}: {name!r} is no option of {url.scheme}://, of which these are known: {known}"
+                f"{shown_url(url.sibling(url.path))}: {name!r} is no option of {url.scheme}://, of which these are "
+                f"known: {known}"
             )
             raise InputError(msg)
-    if url.scheme == "s3":
-        return _s3(options, url.path.partition("/")[0], timeout_seconds)
-    if url.scheme == "gs":
-        return _gs(options, timeout_seconds)
+    try:
+        if url.scheme == "s3":
+            return _s3(options, url.path.partition("/")[0], timeout_seconds)
+        if url.scheme == "gs":
+            return _gs(options, timeout_seconds)
+    except ValueError as error:
+        endpoint = options.get("endpoint_override") or (_s3_endpoint() if url.scheme == "s3" else None)
+        named = f" with the endpoint {shown_url(endpoint)!r}" if endpoint else ""
+        msg = (
+            f"{shown_url(url.sibling(url.path))} cannot be reached{named} ({type(error).__name__}): see to the options "
+            "behind the URL, and to AWS_ENDPOINT_URL and the like in the environment, as http://HOST:PORT"
+        )
+        raise InputError(msg) from error
     from huggingface_hub import HfFileSystem  # noqa: PLC0415  takes a second to load
 
     return fs.PyFileSystem(fs.FSSpecHandler(HfFileSystem()))
 
 
 def _s3(options: dict[str, str], bucket: str, timeout_seconds: float) -> fs.FileSystem:
-    endpoint = options.get("endpoint_override") or _environment("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+    endpoint = options.get("endpoint_override") or _s3_endpoint()
     region = options.get("region") or _environment("AWS_REGION", "AWS_DEFAULT_REGION")
     chosen: dict[str, Any] = {"anonymous": _is_true(options.get("anonymous", ""))}
     if endpoint:
@@ -72,6 +83,10 @@ def _s3(options: dict[str, str], bucket: str, timeout_seconds: float) -> fs.File
         retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=SDK_TRIES),
         tls_ca_file_path=_environment("AWS_CA_BUNDLE"),
     )
+
+
+def _s3_endpoint() -> str | None:
+    return _environment("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 
 def _region_of(bucket: str) -> str | None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-    from vlmembed.remote.retries import Retries
+    from vlmembed.remote.retries import Deadline, Retries
     from vlmembed.remote.urls import StoreUrl
 
 BLOCK_BYTES = 16 * 2**20
@@ -64,7 +64,7 @@ class Store:
         """What there is: an object or a folder."""
         path = parse_store_url(url).path
 
-        def look(_: float) -> fs.FileInfo:
+        def look(_: Deadline) -> fs.FileInfo:
             with self._told(url):
                 found = self.filesystem.get_file_info(path)
                 if found.type == fs.FileType.NotFound:
@@ -77,7 +77,7 @@ class Store:
         """The objects below a folder."""
         selector = fs.FileSelector(parse_store_url(url).path, recursive=recursive)
 
-        def look(_: float) -> list[fs.FileInfo]:
+        def look(_: Deadline) -> list[fs.FileInfo]:
             with self._told(url):
                 return [info for info in self.filesystem.get_file_info(selector) if info.type == fs.FileType.File]
 
@@ -179,7 +179,7 @@ class StoreObject:
             OSError: the last try has failed, or the object is not what was opened.
         """
 
-        def read(_: float) -> bytes:
+        def read(_: Deadline) -> bytes:
             with self._opened() as file, told(self._url):
                 content: bytes = file.read_at(stop - start, start)
             if len(content) != stop - start:

@@ -50,13 +50,13 @@ def parse_web_url(url: str) -> WebUrl:
         port = parts.port
         host = _encoded_host(parts.hostname or "")
     except ValueError as error:  # UnicodeError is one
-        msg = f"{shown_url(url)} is no URL that can be read: {error}"
+        msg = f"{shown_url(url)} is no URL that can be read: {error}: correct it, or leave it out"
         raise OSError(msg) from error
     if parts.scheme.lower() not in WEB_SCHEMES:
         msg = f"{shown_url(url)} cannot be read: http:// and https:// can be followed, {parts.scheme}:// cannot"
         raise OSError(msg)
     if not _HOST.fullmatch(host):
-        msg = f"{shown_url(url)} is no URL that can be read: its host is {host!r}"
+        msg = f"{shown_url(url)} is no URL that can be read: its host is {host!r}: correct it, or leave it out"
         raise OSError(msg)
     target = _quoted(parts.path, "") or "/"
     if parts.query:
@@ -113,13 +113,13 @@ def translated(url: str) -> Iterator[None]:
     except (httpcore2.NetworkError, httpcore2.RemoteProtocolError) as error:
         msg = f"{shown}: the connection broke ({error})"
         raise TransientError(msg) from error
-    except (httpcore2.LocalProtocolError, httpcore2.UnsupportedProtocol) as error:
+    except (httpcore2.LocalProtocolError, httpcore2.UnsupportedProtocol, ValueError) as error:
         msg = f"{shown} cannot be asked for: {error}"
         raise OSError(msg) from error
 
 
 def _encoded_host(host: str) -> str:
-    return host if host.isascii() else host.encode("idna").decode()
+    return host.encode("idna").decode()  # an ASCII name stays, and is checked: looking it up would raise the same
 
 
 def _quoted(text: str, safe: str) -> str:

@@ -21,6 +21,11 @@ _URL = re.compile(r"(s3|gs|hf|https?)://", re.IGNORECASE)
 _ANY_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _OPTION = r"(?:(?:endpoint_override|scheme|region|anonymous)=[^&?]*|[a-z_]+=[^&?/]*)"
 _OPTIONS = re.compile(rf"|{_OPTION}(?:&{_OPTION})*")
+_ANY_OPTIONS = re.compile(r"\?[A-Za-z_][A-Za-z0-9_.-]*=")
+"""Where what may be options begins in the URL of an object store, whether they are known or not."""
+
+_AUTHORITY = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)([^/?#]*)")
+_PORTED = re.compile(r"(\[[^\]]*\]|[^:]*)(:\d*)?")
 _SHOWN_CHARS = 300
 
 
@@ -111,18 +116,30 @@ def without_options(url: str) -> str:
     if is_url(url) and scheme_of(url) in STORE_SCHEMES:
         path, mark, query = url.rpartition("?")
         url = path if mark and _OPTIONS.fullmatch(query) else url
-    return re.sub(r"^([A-Za-z][A-Za-z0-9+.-]*://)[^/?#]*@", r"\1", url)
+    return _without_login(url)
 
 
 def shown_url(url: str) -> str:
     """A URL as messages show it: without credentials, without its query, which may hold a token, and in one line."""
-    text = re.sub(r"^([A-Za-z][A-Za-z0-9+.-]*://)[^/?#]*@", r"\1", url)
+    text = _without_login(url)
     if is_url(text) and scheme_of(text) in STORE_SCHEMES:
-        text = without_options(text)
+        text = _ANY_OPTIONS.split(without_options(text), maxsplit=1)[0]
     else:
         text = text.partition("?")[0].partition("#")[0]
     text = text if text.isprintable() else repr(text)[1:-1]
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+
+
+def _without_login(url: str) -> str:
+    """A URL without its user's name and password, also where a slash in the password makes a host of its beginning."""
+    match = _AUTHORITY.match(url)
+    if match is None:
+        return url
+    host = match[2].rpartition("@")[2]
+    rest = url[match.end() :]
+    if "@" in rest and not _PORTED.fullmatch(host):
+        return match[1] + rest.rpartition("@")[2]
+    return match[1] + host + rest
 
 
 def _splits(path: str) -> bool:

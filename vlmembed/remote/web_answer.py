@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 _GONE = (404, 410)
 _MAY_PASS = (408, 425, 429)
-_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+_SIZE = r"\d{1,18}"
+_CONTENT_RANGE = re.compile(rf"bytes ({_SIZE})-({_SIZE})/({_SIZE}|\*)", re.ASCII)
+_PARTIAL_CONTENT = 206
+_SHOWN_CHARS = 60
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +61,7 @@ class Answer:
     def range(self) -> tuple[int, int | None] | None:
         """Of a part: where it begins, and the size of the whole, None if unknown; None where it is no part."""
         match = _CONTENT_RANGE.fullmatch(self.headers.get("content-range", ""))
-        if self.status != 206 or not match:  # noqa: PLR2004  Partial Content
+        if self.status != _PARTIAL_CONTENT or not match:
             return None
         return int(match[1]), None if match[3] == "*" else int(match[3])
 
@@ -67,8 +70,25 @@ class Answer:
         """The size of the whole file, None if unknown."""
         if part := self.range:
             return part[1]
-        text = self.headers.get("content-length", "")
-        return int(text) if text.isdecimal() and "transfer-encoding" not in self.headers else None
+        return None if "transfer-encoding" in self.headers else size_of(self.headers.get("content-length", ""))
+
+
+def size_of(text: str) -> int | None:
+    """A number of bytes in a header; None where it is none, or larger than any file."""
+    return int(text) if re.fullmatch(_SIZE, text, re.ASCII) else None
+
+
+def check_part(shown: str, status: int, headers: Mapping[str, str]) -> None:
+    """Raises:
+    OSError: the answer is a part, and does not say of what; `shown` is the URL for the message.
+    """
+    text = headers.get("content-range", "")
+    if status == _PARTIAL_CONTENT and not _CONTENT_RANGE.fullmatch(text):
+        msg = (
+            f"{shown}: the server sent a part, and says of what in no way that can be read (Content-Range "
+            f"{text[:_SHOWN_CHARS]!r}): download the file, or put it on another server"
+        )
+        raise OSError(msg)
 
 
 def check_unchanged(url: str, expected: WebInfo, answer: Answer) -> None:
@@ -102,6 +122,6 @@ def _retry_after_seconds(text: str) -> float | None:
         return float(text)
     try:
         at = parsedate_to_datetime(text)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     return max(0.0, (at.replace(tzinfo=at.tzinfo or UTC) - datetime.now(UTC)).total_seconds())

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from vlmembed.remote.retries import TransientError
+from vlmembed.remote.retries import Deadline, TransientError
 from vlmembed.remote.transport import translated
 from vlmembed.remote.urls import shown_url
 from vlmembed.remote.web_answer import check_unchanged
@@ -79,7 +78,7 @@ class WebStream:
     def _open(self) -> Iterator[bytes]:
         """Begin again, and pass over what was read."""
         answer = self._stack.enter_context(
-            self._client.answer("GET", self._url, {}, time.monotonic() + _NO_DEADLINE_SECONDS, in_slot=False)
+            self._client.answer("GET", self._url, {}, Deadline(_NO_DEADLINE_SECONDS), in_slot=False)
         )
         check_unchanged(self._url, self._expected, answer)
         self._chunks = answer.chunks

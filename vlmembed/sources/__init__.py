@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlmembed.errors import ConfigError, InputError
-from vlmembed.remote.remotes import Remotes, is_url
+from vlmembed.remote.remotes import Remotes
 from vlmembed.shards import parse_shard
 from vlmembed.sources.arrow import HFDatasetSource
 from vlmembed.sources.chained import ChainedSource
 from vlmembed.sources.lance import LanceSource
 from vlmembed.sources.listing import Listing
 from vlmembed.sources.lists import ListSource
+from vlmembed.sources.locations import public_url
 from vlmembed.sources.parquet import ParquetSource
 from vlmembed.sources.readahead import ReadAhead
 from vlmembed.sources.shard import ShardSource, split_files
@@ -22,6 +22,7 @@ from vlmembed.sources.zip import ZipSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
+    from pathlib import Path
 
     from vlmembed.config import EncodeConfig
     from vlmembed.sources.base import Source
@@ -73,7 +74,7 @@ def open_source(config: EncodeConfig, own_output: Collection[Path] = ()) -> Sour
 
 
 def _check(config: EncodeConfig, listing: Listing) -> None:
-    given = ", ".join(map(str, config.inputs))
+    given = _given(config)
     if not listing.entries:
         found = ", ".join(f"{count} {kind}" for kind, count in listing.skipped.most_common()) or "nothing at all"
         msg = f"no pictures in {given} (found and skipped: {found}): name a folder that has some"
@@ -87,8 +88,8 @@ def _check(config: EncodeConfig, listing: Listing) -> None:
             )
             raise ConfigError(msg)
     if len(kinds) > 1 and (config.id_column or config.keep_columns):
-        shown = " and ".join(dict.fromkeys(kinds))
-        msg = f"--id-column and --keep-columns are for inputs of one kind; these are {shown}"
+        several = " and ".join(dict.fromkeys(kinds))
+        msg = f"--id-column and --keep-columns are for inputs of one kind; these are {several}"
         raise ConfigError(msg)
     if len(kinds) > 1 and "list" in kinds:
         msg = "a list's ids are the paths in it, which other inputs may have too: give lists in a run of their own"
@@ -110,7 +111,7 @@ class _Opener:
             stack.callback(source.close)
             sources.append(source)
         if all(source.num_rows == 0 for source in sources):
-            msg = f"{', '.join(map(str, self._config.inputs))}: there are no rows in it"
+            msg = f"{_given(self._config)}: there are no rows in it"
             raise InputError(msg)
         return sources
 
@@ -155,17 +156,11 @@ class _Opener:
             what = "without --limit" if self._config.limit is not None else "in a run of their own"
             msg = f"--shard of inputs whose rows are counted by reading (tars) is by whole files: give them {what}"
             raise ConfigError(msg)
-        kind, files = entries[0].kind, entries[0].files
-        piece = split_files([_size_of(path, self._reader) for path, _ in files], index, count)
-        return ShardSource.of_files(self._open(kind, files[piece]), whole, index, count)
+        files, all_tars = entries[0].files, whole.sources[0]
+        assert isinstance(all_tars, TarSource)
+        piece = split_files(all_tars.files_bytes, index, count)
+        return ShardSource.of_files(self._open("tar", files[piece]), whole, index, count)
 
 
-def _size_of(path: str, reader: ReadAhead) -> int:
-    """Bytes of a file, as far as they can be told."""
-    try:
-        if is_url(path):
-            assert reader.remotes is not None
-            return reader.remotes.info(path).num_bytes or 0
-        return Path(path).stat().st_size
-    except OSError:
-        return 0
+def _given(config: EncodeConfig) -> str:
+    return ", ".join(public_url(str(name)) for name in config.inputs)

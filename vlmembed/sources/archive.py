@@ -8,9 +8,9 @@ import posixpath
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from vlmembed.errors import FailureCode, ImageError, InputError
+from vlmembed.errors import FailureCode, ImageError, InputError, StorageError
 from vlmembed.formats import picture_extensions, sniff_format
 from vlmembed.remote.remotes import is_url
 from vlmembed.sources.ids import escape_name
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Sequence
 
-    from vlmembed.remote.remotes import Remotes
+    from vlmembed.remote.remotes import RemoteFile, Remotes
 
 BUFFER_BYTES = 64 * 2**10
 """Read at once: many headers of small members, and little beside the header where members are large."""
@@ -72,16 +72,54 @@ def _look_up(path: str, key: str, remotes: Remotes | None) -> Archive:
     return Archive(path=path, key=key, num_bytes=status.st_size, version=str(status.st_mtime_ns))
 
 
-def open_archive(archive: Archive, remotes: Remotes | None) -> io.BufferedReader:
-    """Open an archive that was listed.
+class _RemoteArchive(io.RawIOBase):
+    """An archive on a server. Where that fails, the run stops: were the rest of the archive taken for lost, its rows
+    would be others when the run goes on, with the server back."""
+
+    def __init__(self, file: RemoteFile, key: str) -> None:
+        self._file = file
+        self._key = key
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return self._file.seekable()
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        return self._file.seek(offset, whence)
+
+    def readinto(self, buffer: Any, /) -> int | None:  # noqa: ANN401  as io's own
+        try:
+            return self._file.readinto(buffer)
+        except OSError as error:
+            raise _unreachable(self._key, error) from error
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _unreachable(key: str, error: Exception) -> StorageError:
+    msg = f"{key} cannot be read ({error}): what was committed is kept, and the same command goes on from there"
+    return StorageError(msg)
+
+
+def open_archive(archive: Archive, remotes: Remotes | None, *, stops: bool = False) -> io.BufferedReader:
+    """Open an archive that was listed; with `stops`, one that its server no longer gives is an end of the run.
 
     Raises:
         ImageError: it is gone, cannot be read, or is no longer what was listed.
+        StorageError: see `stops`.
     """
     try:
         if is_url(archive.path):
             assert remotes is not None, "URLs need remotes"
-            raw: io.RawIOBase = (remote := remotes.open(archive.path))
+            remote = remotes.open(archive.path)
+            raw: io.RawIOBase = _RemoteArchive(remote, archive.key) if stops else remote
             num_bytes, version = (None if remote.num_bytes < 0 else remote.num_bytes), remote.version
         else:
             raw = open(archive.path, "rb", buffering=0, opener=open_without_waiting)  # noqa: SIM115  handed back
@@ -92,6 +130,8 @@ def open_archive(archive: Archive, remotes: Remotes | None) -> io.BufferedReader
     except FileNotFoundError as error:
         raise ImageError(FailureCode.MISSING, "it was there when it was listed, and is gone") from error
     except (OSError, ValueError) as error:
+        if stops and is_url(archive.path):
+            raise _unreachable(archive.key, error) from error
         code = FailureCode.FETCH_FAILED if is_url(archive.path) else FailureCode.UNREADABLE
         raise ImageError(code, describe(error)) from error
     difference = _difference(archive.num_bytes, num_bytes) or _difference(archive.version, version)

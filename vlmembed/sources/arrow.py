@@ -11,10 +11,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from vlmembed.errors import FailureCode, ImageError, InputError
+from vlmembed.remote.retries import TransientError
+from vlmembed.remote.urls import is_url
 from vlmembed.sources.base import rows_between
 from vlmembed.sources.files import DAMAGE
 from vlmembed.sources.hfstate import data_files, inside
 from vlmembed.sources.ipcfile import open_stream
+from vlmembed.sources.locations import shown
 from vlmembed.sources.tables import RowNames, TableColumns, check_ids
 from vlmembed.types import EncodedImage
 
@@ -87,7 +90,8 @@ class HFDatasetSource:
                 names = RowNames(key=key, first_row=first_row, location=inside(folder, name))
                 file = self._add(names, f"{key}/{name}")
                 version = [file.status.num_bytes, file.status.version] if file.status else None
-                digest.update(json.dumps([file.key, version, file.num_rows, str(file.damage)]).encode() + b"\n")
+                damage = file.damage.code if file.damage else None  # its message may be another at the next start
+                digest.update(json.dumps([file.key, version, file.num_rows, damage]).encode() + b"\n")
                 lost += [[file.key, self.num_rows - first_row]] if file.damage else []
             keys_digest.update(json.dumps([key, self.num_rows - first_row, lost]).encode() + b"\n")
         if self._columns is None:
@@ -101,7 +105,11 @@ class HFDatasetSource:
             self.keys_digest = check_ids(id_column, ((file.key, self._ids(file)) for file in self._files))
 
     def _add(self, names: RowNames, key: str) -> ArrowFile:
-        """Count the rows of a file by the heads of its batches."""
+        """Count the rows of a file by the heads of its batches.
+
+        Raises:
+            InputError: its columns are others, or its server does not give it.
+        """
         num_rows, status, damage = 0, None, None
         try:
             with open_stream(names.location, self._reader.remotes) as opened:
@@ -114,6 +122,9 @@ class HFDatasetSource:
         except FileNotFoundError:
             damage = ImageError(FailureCode.MISSING, f"{key} is not there")
         except DAMAGE as error:
+            if isinstance(error, OSError) and is_url(names.location):  # may pass: the rows would be others then
+                msg = f"{shown(names.location)} cannot be read ({error}): try again later, or leave the dataset out"
+                raise InputError(msg) from error
             damage = ImageError(FailureCode.UNREADABLE, f"{key}: {error}")
         file = ArrowFile(
             key=key,
@@ -177,7 +188,7 @@ class HFDatasetSource:
             except FileNotFoundError:
                 broken = ImageError(FailureCode.MISSING, f"{file.key} was there when the run began, and is gone")
             except DAMAGE as error:
-                broken = ImageError(FailureCode.UNREADABLE, f"{file.key}: {error}")
+                broken = ImageError(FailureCode.UNREADABLE, f"{file.key}: {_lasting(error)}")
             yield from self._columns.lost(rows[num_read:], file.names, broken)
 
     def _check_unchanged(self, file: ArrowFile, opened: OpenStream) -> None:
@@ -204,8 +215,13 @@ class HFDatasetSource:
                 yield row
                 num_read += 1
         except DAMAGE as error:
-            broken = ImageError(FailureCode.UNREADABLE, f"{file.key}, batch at byte {message.start}: {error}")
+            broken = ImageError(FailureCode.UNREADABLE, f"{file.key}, batch at byte {message.start}: {_lasting(error)}")
             yield from self._columns.lost(rows[num_read:], file.names, broken)
 
     def close(self) -> None:
         """Nothing is kept open between reads."""
+
+
+def _lasting(error: BaseException) -> BaseException:
+    """What a row's message says: of tries that all failed the last one, since how long they took is never the same."""
+    return error.__cause__ if isinstance(error.__cause__, TransientError) else error

@@ -25,7 +25,7 @@ class ChainedSource:
     """Several sources, one after the other, as one. `resources` are what they need, and are released with it."""
 
     def __init__(self, sources: Sequence[Source], resources: ExitStack) -> None:
-        self._sources = sources
+        self.sources = sources
         self._resources = resources
         self.digest = _joint([source.digest for source in sources])
         self.keys_digest = _joint([source.keys_digest for source in sources])
@@ -34,24 +34,24 @@ class ChainedSource:
     @property
     def num_rows(self) -> int | None:
         """Rows of all; None while one does not know its own."""
-        counts = [source.num_rows for source in self._sources]
+        counts = [source.num_rows for source in self.sources]
         known = [count for count in counts if count is not None]
         return sum(known) if len(known) == len(counts) else None
 
     @property
     def expected_rows(self) -> int:
         """About how many there are."""
-        return sum(map(expected_rows, self._sources))
+        return sum(map(expected_rows, self.sources))
 
     @property
     def skipped(self) -> Counter[str]:
         """Of all."""
-        return sum((source.skipped for source in self._sources), Counter())
+        return sum((source.skipped for source in self.sources), Counter())
 
     def read(self, start: int) -> Iterator[EncodedImage]:
         """Yield the rows of each source, numbered through."""
         first_row = 0
-        for source in self._sources:
+        for source in self.sources:
             if source.num_rows is None or start < first_row + source.num_rows:
                 for image in source.read(max(0, start - first_row)):
                     yield replace(image, row=first_row + image.row)
@@ -61,7 +61,7 @@ class ChainedSource:
     def read_rows(self, rows: Sequence[int]) -> Iterator[EncodedImage]:
         """Yield the rows of each source that are among these."""
         first_row = 0
-        for source in self._sources:
+        for source in self.sources:
             wanted = rows_between(rows, first_row, MAX_ROW if source.num_rows is None else source.num_rows)
             if wanted:
                 for image in source.read_rows([row - first_row for row in wanted]):

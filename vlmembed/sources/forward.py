@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Protocol
 
 import pyarrow as pa
 
+from vlmembed.sources.xz import XZ_MAGIC, XzReader
+
 if TYPE_CHECKING:
     from typing import Self
 
 COMPRESSIONS = {
     b"\x1f\x8b": "gzip",
     b"BZh": "bzip2",
-    b"\xfd7zXZ\x00": "xz",
+    XZ_MAGIC: "xz",
     b"\x28\xb5\x2f\xfd": "zstd",
 }
 """By the first bytes."""
@@ -27,6 +29,8 @@ MAX_MAGIC_BYTES = max(map(len, COMPRESSIONS))
 
 CHUNK_BYTES = 2**20
 """What is asked for at once, so that a size which is a lie takes no memory."""
+
+XZ_BUFFER_BYTES = 64 * 2**10
 
 READ_ERRORS = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, pa.ArrowException)
 """What damage, or the disk or network, raises here."""
@@ -66,7 +70,7 @@ class ForwardFile:
             elif compression == "bzip2":
                 self._reader = stack.enter_context(bz2.BZ2File(file))
             elif compression == "xz":
-                self._reader = stack.enter_context(lzma.LZMAFile(file))
+                self._reader = stack.enter_context(io.BufferedReader(XzReader(file), XZ_BUFFER_BYTES))
             elif compression == "zstd":
                 python_file = stack.enter_context(pa.PythonFile(file, mode="r"))
                 self._reader = stack.enter_context(pa.CompressedInputStream(python_file, "zstd"))

@@ -29,8 +29,10 @@ def is_hf_dataset(folder: str, remotes: Remotes | None = None) -> list[str] | No
     found = _read_json(inside(folder, SPLITS), remotes)
     if found is not None and isinstance(names := found.get("splits"), list):
         names = [str(name) for name in names]
-        if not all(map(_is_name, names)):
-            msg = f"{shown(folder)} names splits that are no folders in it: save the dataset again"
+        if not _are_names(names):
+            msg = (
+                f"{shown(folder)} names splits that are no folders in it, or one of them twice: save the dataset again"
+            )
             raise InputError(msg)
         return names
     found = _read_json(inside(folder, STATE), remotes)
@@ -60,7 +62,7 @@ def _read_json(path: str, remotes: Remotes | None) -> dict[str, Any] | None:
         raise InputError(msg)
     try:
         found = json.loads(content) if isinstance(content, bytes) else None
-    except ValueError:
+    except (ValueError, RecursionError):  # too deep for the parser
         return None
     return found if isinstance(found, dict) else None
 
@@ -77,7 +79,7 @@ def data_files(folder: str, remotes: Remotes | None) -> list[str]:
         names = [str(file["filename"]) for file in (state or {})["_data_files"]]
     except (KeyError, TypeError):
         state, names = None, []
-    if state is None or not all(map(_is_name, names)):
+    if state is None or not _are_names(names):
         msg = f"{shown(path)} does not say which files beside it hold the rows: save the dataset again"
         raise InputError(msg)
     if state.get("_indices_data_files"):
@@ -86,5 +88,11 @@ def data_files(folder: str, remotes: Remotes | None) -> list[str]:
     return names
 
 
+def _are_names(names: list[str]) -> bool:
+    """Whether these are names of different entries of a folder."""
+    return len(set(names)) == len(names) and all(map(_is_name, names))
+
+
 def _is_name(name: str) -> bool:
-    return bool(name) and name == os.path.basename(name)  # noqa: PTH119  "a/.." is no name
+    is_entry = name == os.path.basename(name)  # noqa: PTH119  a path's last part may be ".."
+    return is_entry and name not in ("", ".", "..") and "\0" not in name

@@ -51,7 +51,10 @@ class OpenStream:
             msg = "it does not begin with a schema"
             raise ValueError(msg)
         self._schema_bytes = file.read_at(first.num_bytes, first.start)
-        self.schema: pa.Schema = pa.ipc.read_schema(pa.py_buffer(self._schema_bytes))
+        try:
+            self.schema: pa.Schema = pa.ipc.read_schema(pa.py_buffer(self._schema_bytes))
+        except OSError as error:  # which is not of the file: these bytes are here
+            raise ValueError(str(error)) from error
         _check_names(self.schema)
 
     def batches(self) -> Iterator[Message]:
@@ -148,7 +151,8 @@ def open_stream(path: str, remotes: Remotes | None) -> Iterator[OpenStream]:
 
     Raises:
         FileNotFoundError: it is not there.
-        One of `DAMAGE`: it cannot be read, or has no schema.
+        OSError: it cannot be read.
+        Another of `DAMAGE`: it has no schema.
     """
     with open_file(path, remotes) as (file, status):
         yield OpenStream(file, status, is_local=isinstance(file, pa.OSFile))

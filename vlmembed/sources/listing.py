@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import os
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -15,8 +14,9 @@ from vlmembed.remote.urls import is_url, shown_url, without_options
 from vlmembed.sources.folder import FolderSource, Walk, identity_of, key_of
 from vlmembed.sources.hfstate import inside, is_hf_dataset
 from vlmembed.sources.ids import escape_name
-from vlmembed.sources.kinds import is_lance_dataset, kind_of_file, kind_of_name
+from vlmembed.sources.kinds import HEAD_BYTES, is_lance_dataset, kind_of_file, kind_of_name
 from vlmembed.sources.lists import is_list
+from vlmembed.sources.locations import place_of, public_url, shown
 from vlmembed.sources.names import check_overlap, expand_braces, fixed_part, has_pattern, url_pattern
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Listing:
         inputs = [name for given in self._typed for name in self._expand(given)]
         check_overlap(inputs)
         for name in inputs:
-            prefix = "" if inputs == self._typed and len(inputs) == 1 else _place(name).rstrip("/")
+            prefix = "" if inputs == self._typed and len(inputs) == 1 else public_url(name).rstrip("/")
             if is_url(name):
                 self._add_url(name, prefix)
             elif name == "-":
@@ -140,10 +140,10 @@ class Listing:
             self._add("huggingface", inside(folder, split) if split else folder, f"{key}/{split}".rstrip("/"))
 
     def _add_url(self, url: str, prefix: str) -> None:
-        place = _place(url)
+        place = place_of(url)
         key = escape_name(prefix or place.rstrip("/").rpartition("/")[2])
         if self._is_own(place.rstrip("/")):
-            msg = f"{place} is input and output of the same run: choose another output"
+            msg = f"{shown_url(url)} is input and output of the same run: choose another output"
             raise InputError(msg)
         if is_lance_dataset(place):
             self._add("lance", url, key)
@@ -154,10 +154,10 @@ class Listing:
         try:
             info = self._remotes.info(url)
         except FileNotFoundError as error:
-            msg = f"{place} does not exist"
+            msg = f"{shown_url(url)} does not exist"
             raise InputError(msg) from error
         except OSError as error:
-            msg = f"{place} cannot be looked at ({error}): check the address and your access to it"
+            msg = f"{shown_url(url)} cannot be looked at ({error}): check the address and your access to it"
             raise InputError(msg) from error
         if info.is_folder:
             self._add_remote_folder(url, prefix)
@@ -168,23 +168,27 @@ class Listing:
 
     def _kind_of_head(self, url: str) -> Kind | None:
         """By the first bytes, where the name says nothing."""
-        if os.path.splitext(_place(url))[1].lower() in picture_extensions():  # noqa: PTH122  a URL
+        if os.path.splitext(place_of(url))[1].lower() in picture_extensions():  # noqa: PTH122  a URL
             return None
-        with self._remotes.open(url) as file:
-            return kind_of_file(url, file.read(512))
+        try:
+            with self._remotes.open(url) as file:
+                return kind_of_file(url, file.read(HEAD_BYTES))
+        except OSError as error:
+            msg = f"{shown_url(url)} cannot be read ({error}): check the address and your access to it"
+            raise InputError(msg) from error
 
     def _add_remote_folder(self, url: str, prefix: str) -> None:
         """As a folder on disk; what a file is goes by its name, since each look into one is a request."""
         place = without_options(url).rstrip("/") + "/"
-        found = [info for info in self._walked(url) if not self._is_own(_place(info.url))]
-        names = {_place(info.url).removeprefix(place) for info in found}
+        found = [info for info in self._walked(url) if not self._is_own(place_of(info.url))]
+        names = {place_of(info.url).removeprefix(place) for info in found}
         if names & {"state.json", "dataset_dict.json"}:
             key = escape_name(prefix or place.rstrip("/").rpartition("/")[2])
             self._add_splits(url, key, is_hf_dataset(url, self._remotes))
             return
         containers, has_pictures = [], False
         for info in found:
-            relative = _place(info.url).removeprefix(place)
+            relative = place_of(info.url).removeprefix(place)
             key = escape_name(f"{prefix}/{relative}" if prefix else relative)
             extension = os.path.splitext(relative)[1].lower()  # noqa: PTH122  a URL
             if any(part.startswith(".") for part in relative.split("/")):
@@ -259,15 +263,9 @@ class Listing:
         found = [
             info.url
             for info in self._walked(fixed_part(without_options(pattern)) + options)
-            if expression.fullmatch(_place(info.url))
+            if expression.fullmatch(place_of(info.url))
         ]
         if not found:
-            msg = f"no file matches {pattern!r}"
+            msg = f"no file matches {shown(pattern)}"
             raise InputError(msg)
         return found
-
-
-def _place(url: str) -> str:
-    """A name, or a URL without login, options and query."""
-    place = without_options(url)
-    return re.split(r"[?#]", place, maxsplit=1)[0] if place.startswith(("http://", "https://")) else place

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import io
 import json
+import re
 import sys
 import zlib
 from collections import Counter
@@ -16,11 +17,11 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from vlmembed.errors import FailureCode, ImageError, InputError
-from vlmembed.remote.urls import is_url, without_options
+from vlmembed.remote.urls import is_url
 from vlmembed.sources.ids import IdIndex, UniqueNames, escape_name
 from vlmembed.sources.list_formats import ListReader, is_list, list_format
 from vlmembed.sources.list_lines import looks_like_json
-from vlmembed.sources.locations import resolve, shown
+from vlmembed.sources.locations import public_url, resolve, shown
 from vlmembed.sources.readahead import UnreadRow
 from vlmembed.sources.scratch import Records
 from vlmembed.types import EncodedImage
@@ -192,7 +193,7 @@ def _opened(name: str, reader: ReadAhead, stack: ExitStack) -> io.BufferedReader
 
 def _public(location: str) -> str:
     """A path or URL without passwords; most have none, and there are many."""
-    return without_options(location) if "@" in location or "?" in location else location
+    return public_url(location) if is_url(location) and re.search("[@?#]", location) else location
 
 
 def _check_found(formats: ListReader, keys: Sequence[str]) -> None:

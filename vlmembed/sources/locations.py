@@ -7,10 +7,17 @@ import re
 from urllib.parse import unquote
 
 from vlmembed.errors import FailureCode, ImageError
-from vlmembed.remote.urls import is_url, join_url, shown_url
+from vlmembed.remote.urls import WEB_SCHEMES, is_url, join_url, scheme_of, shown_url, without_options
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _SHOWN_CHARS = 200
+
+_SIGNATURE = re.compile(
+    r"(?:x-(?:amz|goog|ms)-.*|signature|sig|se|sp|sv|sr|st|token|access_token|expires|key-pair-id|policy|awsaccesskeyid"
+    r"|googleaccessid)",
+    re.IGNORECASE,
+)
+"""Names of the parameters by which object stores and content networks sign a URL."""
 
 
 def resolve(base: str, written: str) -> str | ImageError:  # noqa: PLR0911  each is a kind of its own
@@ -42,6 +49,25 @@ def resolve(base: str, written: str) -> str | ImageError:  # noqa: PLR0911  each
     if host in {"", "localhost"} and slash:
         return "/" + unquote(path, errors="surrogateescape")
     return ImageError(FailureCode.UNREADABLE, f"{shown(written)} lies on another machine: file:///PATH is read")
+
+
+def public_url(url: str) -> str:
+    """A URL as it may be written into files: without its login, its fragment, and what signs it for a while (such as
+    ``X-Amz-Signature``). Other names are as they are."""
+    if not is_url(url):
+        return url
+    url = without_options(url)
+    if scheme_of(url) not in WEB_SCHEMES:
+        return url
+    place, mark, query = url.partition("#")[0].partition("?")
+    kept = [entry for entry in query.split("&") if not _SIGNATURE.fullmatch(entry.partition("=")[0])]
+    return f"{place}{mark}{'&'.join(kept)}" if any(kept) else place
+
+
+def place_of(url: str) -> str:
+    """A name, or a URL without what follows its path."""
+    place = public_url(url)
+    return place.partition("?")[0] if is_url(url) and scheme_of(url) in WEB_SCHEMES else place
 
 
 def shown(location: str) -> str:

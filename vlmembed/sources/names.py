@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import re
 from typing import TYPE_CHECKING
 
 from vlmembed.errors import InputError
-from vlmembed.remote.urls import is_url, without_options
+from vlmembed.remote.urls import WEB_SCHEMES, is_url, scheme_of, without_options
+from vlmembed.sources.locations import public_url, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -68,8 +68,9 @@ def fixed_part(pattern: str) -> str:
 
 
 def has_pattern(url: str) -> bool:
-    """Whether a URL is a pattern; behind a ``?`` come options, so that is none."""
-    return glob.has_magic(without_options(url))
+    """Whether a URL is a pattern: of an object store, for a web server lists nothing. Behind a ``?`` come options, so
+    that is none."""
+    return scheme_of(url) not in WEB_SCHEMES and bool(re.search(r"[*\[]", without_options(url)))
 
 
 def check_overlap(inputs: Sequence[str]) -> None:
@@ -83,7 +84,7 @@ def check_overlap(inputs: Sequence[str]) -> None:
     local = [name for name in inputs if not is_url(name) and name != "-"]
     _check(local, os.path.realpath)
     _check(local, os.path.abspath)
-    _check([name for name in inputs if is_url(name) or name == "-"], lambda url: without_options(url).rstrip("/"))
+    _check([name for name in inputs if is_url(name) or name == "-"], lambda url: public_url(url).rstrip("/"))
 
 
 def _check(inputs: Sequence[str], resolve: Callable[[str], str]) -> None:
@@ -91,12 +92,12 @@ def _check(inputs: Sequence[str], resolve: Callable[[str], str]) -> None:
     for name in inputs:
         path = resolve(name)
         if path in seen:
-            msg = f"inputs {seen[path]!r} and {name!r} are the same: name it once"
+            msg = f"inputs {shown(seen[path])} and {shown(name)} are the same: name it once"
             raise InputError(msg)
         seen[path] = name
     for path, name in seen.items():
         while "/" in path.rstrip("/"):
             path = path.rstrip("/").rpartition("/")[0] or "/"  # noqa: PLW2901  from folder to folder
             if path in seen:
-                msg = f"input {name!r} lies inside input {seen[path]!r}: name the outer one only"
+                msg = f"input {shown(name)} lies inside input {shown(seen[path])}: name the outer one only"
                 raise InputError(msg)

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
-from vlmembed.errors import FailureCode, ImageError
+from vlmembed.errors import FailureCode, ImageError, StoppedError
 from vlmembed.parallel import DeadlinePool
 from vlmembed.remote.urls import is_url, shown_url
 from vlmembed.sources.inflight import Lane, through
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from vlmembed.remote.remotes import Remotes
+    from vlmembed.remote.slots import Pause
 
 READ_THREADS = 4
 MAX_FILES = 4 * READ_THREADS
@@ -177,13 +178,14 @@ class ReadAhead:
         )
 
     def _download_pool(self) -> DeadlinePool[UnreadRow, Row]:
-        return DeadlinePool(
-            self._advance_url,
+        pool: DeadlinePool[UnreadRow, Row] = DeadlinePool(
+            lambda row: self._advance_url(row, pool.paused),
             num_threads=self._downloads,
             seconds=self._timeout_seconds,
             late=self._late,
             name="download",
         )
+        return pool
 
     def _advance(self, row: UnreadRow) -> Row:
         """Read a small file, or find out how large it is."""
@@ -191,18 +193,20 @@ class ReadAhead:
             return replace(row, num_bytes=num_bytes)
         return row.holding(read_content(row.path, self.max_file_bytes))
 
-    def _advance_url(self, row: UnreadRow) -> Row:
-        """Fetch what a URL names if it is small, or find out how large it is."""
+    def _advance_url(self, row: UnreadRow, pause: Pause) -> Row:
+        """Fetch what a URL names if it is small, or find out how large it is; it waits for its turn in `pause`."""
         if self.remotes is None:
             return row.holding(ImageError(FailureCode.UNREADABLE, f"{shown_url(row.path)} is a URL: not read here"))
         stop_bytes = SMALL_FILE_BYTES if row.num_bytes is None else None
         try:
-            found = self.remotes.read(row.path, self.max_file_bytes, stop_bytes, trusted=row.trusted)
+            found = self.remotes.read(row.path, self.max_file_bytes, stop_bytes, trusted=row.trusted, pause=pause)
         except MemoryError:
             return row.holding(ImageError(FailureCode.OUT_OF_MEMORY, "no memory for the picture's bytes"))
-        except ValueError as error:  # what people write as URLs has no end
-            msg = f"{shown_url(row.path)} is no URL that can be read ({type(error).__name__})"
-            return row.holding(ImageError(FailureCode.UNREADABLE, msg))
+        except StoppedError:
+            raise
+        except Exception as error:  # noqa: BLE001  what people write as URLs, and servers answer, has no end
+            msg = f"{shown_url(row.path)} cannot be read ({type(error).__name__}): leave it out, or download the file"
+            return row.holding(ImageError(FailureCode.FETCH_FAILED, msg))
         return replace(row, num_bytes=found) if isinstance(found, int) else row.holding(found)
 
     def _late(self, row: UnreadRow) -> EncodedImage:

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from vlmembed.errors import FailureCode, ImageError
+from vlmembed.errors import FailureCode, ImageError, StorageError
 from vlmembed.formats import SNIFF_BYTES
 from vlmembed.sources.archive import (
     count_kind,
@@ -65,7 +65,7 @@ class TarPass:
         num_members = 0
         try:
             with (
-                open_archive(self._archive, remotes) as opened,
+                open_archive(self._archive, remotes, stops=True) as opened,
                 ForwardFile(opened, self._archive.num_bytes) as file,
                 UniqueNames() as names,
             ):
@@ -136,6 +136,10 @@ class TarPass:
             return ImageError(FailureCode.OUT_OF_MEMORY, "no memory for the file's bytes"), not file.can_seek
         except READ_ERRORS as error:
             return ImageError(_code_of(error), describe(error)), not file.can_seek
+        except StorageError as error:  # of a server; where it does not give the next header either, the run stops there
+            if not file.can_seek:
+                raise
+            return ImageError(FailureCode.FETCH_FAILED, str(error.__cause__)), False
         if len(content) < member.num_bytes:
             return _cut(member, len(content)), True
         return content, False
