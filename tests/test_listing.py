@@ -225,8 +225,7 @@ def test_a_run_over_tars_that_give_other_rows_now_is_not_gone_on_with(
     first, last = (shard(tmp_path / f"{n}.tar", [f"{n}{m}.png" for m in range(6)], 10 * n) for n in range(2))
 
     from vlmembed.sources import tarpass  # noqa: PLC0415  patched below
-
-    open_archive = tarpass.open_archive
+    from vlmembed.sources.archive import open_archive  # noqa: PLC0415  the same
 
     def unreadable(archive: Any, remotes: Any, *, stops: bool) -> Any:  # noqa: ANN401
         if archive.path == str(first):

@@ -635,6 +635,6 @@ def test_a_url_whose_name_no_file_can_have_is_refused(monkeypatch: pytest.Monkey
 
 
 def test_a_folder_without_parts_is_said_to_hold_no_rows(tmp_path: Path) -> None:
-    (tmp_path / "_SUCCESS").write_text(json.dumps({"vlmembed_version": "1"}))
+    (tmp_path / "_SUCCESS").write_text(json.dumps({"fingerprint": {}}))
     with pytest.raises(InputError, match=r"holds no rows: it has _SUCCESS, and no part-\*.parquet; name an output"):
         FinishedOutput.open(tmp_path)

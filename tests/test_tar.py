@@ -807,7 +807,7 @@ def test_a_connection_that_is_gone_stops_the_run() -> None:
     at = tar.index(b"b.jpg") + 512
     for content in (tar, gzip.compress(tar)):
         source, _ = remote(t=FakeFile(content, range(at + 200_000, 10**9)), u=FakeFile(tar))
-        keys: list[tuple[str, bytes | str]] = []
+        keys: list[object] = []
         with pytest.raises(StorageError, match="the same command goes on from there"):
             keys.extend(shown(image)[1:3] for image in source.read(0))
         assert keys[:1] == [("t.tar!/a.jpg", JPEG)]
@@ -878,14 +878,14 @@ def test_an_xz_that_asks_for_a_huge_dictionary_is_a_damaged_shard(tmp_path: Path
     [(b"", b"", True), (bytes(4), bytes(100_000), True), (bytes(70_000), b"no stream", True), (b"", b"\xfd7z", False)],
 )
 def test_streams_of_xz_are_read_one_behind_the_other(between: bytes, behind: bytes, *, is_whole: bool) -> None:
-    content = os.urandom(3 * MEGABYTE) + bytes(5 * MEGABYTE)
-    at = 2 * MEGABYTE + 7
-    packed = between.join([lzma.compress(content[:at]), lzma.compress(b""), lzma.compress(content[at:])]) + behind
+    content = os.urandom(MEGABYTE // 2) + bytes(5 * MEGABYTE)
+    at = MEGABYTE // 4 + 7
+    packed = between.join(lzma.compress(part, preset=0) for part in (content[:at], b"", content[at:])) + behind
     with ForwardFile(io.BufferedReader(cast("io.RawIOBase", io.BytesIO(packed))), len(packed)) as file:
         assert file.read(10) == content[:10]
-        assert file.advance(MEGABYTE)
-        assert file.read(5 * MEGABYTE) == content[MEGABYTE : 6 * MEGABYTE]
-        assert file.read(len(content) - file.position) == content[6 * MEGABYTE :]
+        assert file.advance(1000)
+        assert file.read(3 * MEGABYTE) == content[1000 : 1000 + 3 * MEGABYTE]
+        assert file.read(len(content) - file.position) == content[1000 + 3 * MEGABYTE :]
         if is_whole:
             assert file.read(1) == b""
             assert not file.advance(len(content) + 1)
