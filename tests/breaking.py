@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ class BreakingPatcher(Patcher):
     def __call__(self, row: int, content: bytes | ImageError) -> Patched:
         """Decode, or not."""
         if isinstance(content, bytes) and content.endswith(CRASH):
-            os.kill(os.getpid(), signal.SIGSEGV)
+            signal.raise_signal(signal.SIGSEGV)
         if isinstance(content, bytes) and content.endswith(HANG):
             time.sleep(HANG_SECONDS)
         return Patcher.__call__(self, row, content)
