@@ -7,12 +7,15 @@ import io
 import json
 import sys
 import tracemalloc
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import pytest
 from conftest import SAMPLES
 
+from vlmembed.config import EncodeConfig
 from vlmembed.errors import FailureCode, ImageError, InputError
+from vlmembed.sources import open_source
 from vlmembed.sources.ids import UniqueNames
 from vlmembed.sources.list_lines import MAX_LINE_BYTES
 from vlmembed.sources.lists import ListSource, is_list
@@ -403,3 +406,22 @@ def test_no_password_shows(tmp_path: Path) -> None:
     source = listed(write(tmp_path / "l.txt", text))
     assert keys_of(source) == ["https://host/a@b.png?c=@", "https://host/a@b.png?c=@#2", "user:p@host"]
     assert not any("p@ss" in told(image) for image in rows_of(source))
+
+
+def test_dots_lead_into_the_objects_of_json_lines(tmp_path: Path) -> None:
+    lines = [{"m": {"url": "a.jpg", "c": {"d": 1}}}, {"m": {"url": "b.jpg"}, "m.c": "own"}, {"m": 3}]
+    (tmp_path / "l.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    config = EncodeConfig(
+        inputs=(str(tmp_path / "l.jsonl"),), output="o.parquet", image_column="m.url", keep_columns=("m.c", "m.c.d")
+    )
+    with closing(open_source(config)) as source:
+        rows = list(source.read(0))
+    assert [row.key for row in rows[:2]] == ["a.jpg", "b.jpg"]
+    assert isinstance(rows[2].content, ImageError)
+    assert rows[2].content.code == "null"
+    kept = [row.columns.to_pylist()[0] for row in rows if row.columns is not None]
+    assert kept == [
+        {"m.c": '{"d": 1}', "m.c.d": "1"},
+        {"m.c": "own", "m.c.d": None},
+        {"m.c": None, "m.c.d": None},
+    ]

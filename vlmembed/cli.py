@@ -147,7 +147,7 @@ def inspect(file: str) -> None:
     from vlmembed.mirror.localcopy import local_copy  # noqa: PLC0415  the same
 
     with local_copy(file) as path:
-        click.echo(describe_inspection(run_inspect(path)))
+        click.echo(describe_inspection(dataclasses.replace(run_inspect(path), path=file)))
 
 
 @cli.command()
@@ -176,6 +176,7 @@ def verify(
 
     with local_copy(file) as path:
         found = run_verify(path, num_rows=None if check_all else num_rows, inputs=inputs, **settings)
+    found.path = file
     click.echo(describe_verification(found))
     if not found.is_good:
         sys.exit(EXIT_TOO_MANY_ERRORS)

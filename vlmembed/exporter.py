@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,9 @@ import numpy as np
 from vlmembed.atomic import atomic
 from vlmembed.errors import ConfigError, InputError, OutputError, StorageError
 from vlmembed.finished import FinishedOutput
+from vlmembed.remote.urls import is_url, shown_url
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator
     from typing import BinaryIO
 
@@ -69,6 +70,10 @@ def export(
     if dtype not in DTYPES:
         msg = f"dtype is {dtype!r}; it can be {', '.join(DTYPES)}"
         raise ConfigError(msg)
+    if is_url(os.fspath(folder)):
+        shown = shown_url(os.fspath(folder))
+        msg = f"{shown} is a URL; an export is written to a disk: name a folder, and copy it there"
+        raise OutputError(msg)
     output, folder = FinishedOutput.open(Path(path)), Path(folder)
     if "embedding" not in output.vectors:
         msg = f"{output.path} holds tokens, and not one vector per image: read them with vlmembed.read_tokens"

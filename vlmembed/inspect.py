@@ -44,7 +44,7 @@ class Inspection:
         nearest: the pairs with the highest cosine, best first.
     """
 
-    path: Path
+    path: Path | str
     num_rows: int
     width: int
     vectors: tuple[str, ...]

@@ -216,6 +216,10 @@ def _run(
             facts = retry.finish(store, plan.facts, earlier if plan.config.dedup != "none" else None)
     if mirror is not None:
         mirror.publish()
+    if retry is None and not num_rows:
+        skipped = ", ".join(f"{count} {kind}" for kind, count in plan.source.skipped.items()) or "nothing at all"
+        msg = f"the inputs hold no pictures (found and skipped: {skipped}): name others"
+        raise NothingEmbeddedError(msg)
     if retry is None and not counts["embedded"]:
         shown = ", ".join(f"{count} {code}" for code, count in facts["counts"]["codes"].items())
         msg = f"not one of {num_rows} rows has an embedding ({shown}); the reasons are in {plan.paths.errors}"

@@ -60,7 +60,7 @@ class Verification:
         problems: what is wrong with the files themselves.
     """
 
-    path: Path
+    path: Path | str
     num_rows: int
     tolerance: float
     num_checked: int = 0

@@ -61,6 +61,7 @@ class Objects:
         self._filesystem, _ = remotes.filesystem(url)
         self._base = parse_store_url(url)
         self._stopped = threading.Event()
+        self._has_answered = False
 
     def stop(self) -> None:
         """Try nothing again from now on."""
@@ -179,14 +180,18 @@ class Objects:
 
     def _tried(self, name: str, action: Callable[[], Result]) -> Result:
         url = self._base.sibling(self._path(name))
-        for pause_seconds in PAUSES_SECONDS:
+        pauses = PAUSES_SECONDS if self._has_answered else PAUSES_SECONDS[:1]  # at first it is a name that is wrong
+        for pause_seconds in pauses:
             try:
                 with told(url):
-                    return action()
+                    result = action()
             except TransientError as error:
                 logger.warning("%s; another try in %g s", error, pause_seconds)
                 if self._stopped.wait(pause_seconds):
                     raise
+            else:
+                self._has_answered = True
+                return result
         with told(url):
             return action()
 

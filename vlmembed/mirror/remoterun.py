@@ -216,5 +216,8 @@ def looking(url: str) -> Iterator[None]:
     try:
         yield
     except (OSError, pa.ArrowException) as error:
-        msg = f"cannot look at output {url} ({error}): check the name, the network and your credentials"
+        msg = (
+            f"cannot look at output {url} ({error}): check the name, the network and your credentials, and "
+            "AWS_ENDPOINT_URL where the store is not Amazon's"
+        )
         raise OutputError(msg) from error

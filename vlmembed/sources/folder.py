@@ -6,23 +6,21 @@ import hashlib
 import json
 import os
 import stat
-import tempfile
 from collections import Counter
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from vlmembed.errors import StorageError
 from vlmembed.formats import SNIFF_BYTES, picture_extensions, sniff_format
 from vlmembed.sources.ids import escape_name
 from vlmembed.sources.kinds import kind_of_name
 from vlmembed.sources.readahead import UnreadRow, open_without_waiting
+from vlmembed.sources.scratch import Records
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
-    from typing import IO
 
     from vlmembed.remote.remotes import RemoteInfo
     from vlmembed.sources.readahead import ReadAhead
@@ -124,13 +122,17 @@ class FolderSource:
     """Picture files, listed once at the start. The list lies in a scratch file, so memory does not grow with it."""
 
     def __init__(self, reader: ReadAhead) -> None:
-        self.num_rows = 0
         self.skipped: Counter[str] = Counter()
         self.kept_schema = pa.schema([])
         self._reader = reader
         self._hash = hashlib.sha256()
         self._keys_hash = hashlib.sha256()
-        self._list: IO[str] = tempfile.TemporaryFile("w+", encoding="ascii")  # noqa: SIM115  closed in `close`
+        self._list = Records()
+
+    @property
+    def num_rows(self) -> int:
+        """Files in the list."""
+        return self._list.num_rows
 
     @property
     def digest(self) -> str:
@@ -153,25 +155,11 @@ class FolderSource:
                 stamp = [status.st_size, status.st_mtime_ns]
         self._hash.update(json.dumps([key, *stamp]).encode() + b"\n")
         self._keys_hash.update(json.dumps(key).encode() + b"\n")
-        with _writing():
-            self._list.write(json.dumps([path, key]) + "\n")
-        self.num_rows += 1
+        self._list.add([path, key])
 
     def seal(self) -> None:
         """The list is whole: bring it to disk before the run goes by it."""
-        with _writing():
-            self._list.flush()
-
-    def _listed(self, rows: Sequence[int]) -> Iterator[UnreadRow]:
-        wanted = iter(rows)
-        next_row = next(wanted, None)
-        self._list.seek(0)
-        for row, line in enumerate(self._list):
-            if row == next_row:
-                path, key = json.loads(line)
-                yield UnreadRow(row=row, key=key, path=path)
-                if (next_row := next(wanted, None)) is None:
-                    return
+        self._list.seal()
 
     def read(self, start: int) -> Iterator[EncodedImage]:
         """Read ahead with a few threads, yield in order."""
@@ -179,18 +167,9 @@ class FolderSource:
 
     def read_rows(self, rows: Sequence[int]) -> Iterator[EncodedImage]:
         """Read only these."""
-        return self._reader.read(self._listed(rows))
+        listed = self._list.read(rows)
+        return self._reader.read(UnreadRow(row=row, key=key, path=path) for row, (path, key) in listed)
 
     def close(self) -> None:
-        """Drop the scratch list."""
-        with suppress(OSError):  # what could not be written, where the disk is full
-            self._list.close()
-
-
-@contextmanager
-def _writing() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        msg = f"cannot write the list of files into {tempfile.gettempdir()} ({error}): make room, or set TMPDIR"
-        raise StorageError(msg) from error
+        """Drop the list."""
+        self._list.close()

@@ -102,7 +102,7 @@ class ListReader:
             elif text.startswith(b"#"):
                 self.skipped["comment"] += 1
             elif b"\0" in text:
-                yield Entry(line=number, problem="it holds a NUL byte")
+                yield Entry(line=number, problem="it holds a NUL byte (of find -print0? lines end in line breaks)")
             else:
                 yield Entry(line=number, written=decoded(text))
 
@@ -128,17 +128,18 @@ class ListReader:
             yield self._of_object(value, number, image_column, name)
 
     def _of_object(self, value: dict[str, Any], number: int, image_column: str, name: str) -> Entry:
-        self.found.update(column for column in (image_column, *self.keep_columns) if column in value)
-        written = value.get(image_column)
+        columns = {name: _field(value, name) for name in (image_column, *self.keep_columns)}
+        self.found.update(name for name, found in columns.items() if found is not None or name in value)
+        written = columns[image_column]
         if not isinstance(written, str | None):
             return Entry(line=number, problem=f"{image_column!r} holds {_kind_of(written)}, not a path or URL")
         if written and (problem := _problem_of(written)):
             return Entry(line=number, problem=f"{image_column!r} {problem}")
-        id_value = value.get(self.id_column) if self.id_column else None
+        id_value = _field(value, self.id_column) if self.id_column else None
         if not isinstance(id_value, str | int | None) or isinstance(id_value, bool):
             msg = f"--id-column {self.id_column!r} holds {_kind_of(id_value)} in line {number} of {name}; ids are "
             raise InputError(msg + "text or whole numbers")
-        kept = tuple(_as_text(value.get(column)) for column in self.keep_columns)
+        kept = tuple(_as_text(columns[column]) for column in self.keep_columns)
         return Entry(
             line=number,
             written=written,
@@ -195,6 +196,15 @@ def _csv_problem(fields: Sequence[str], num_columns: int) -> str | None:
     if len(fields) != num_columns:
         return f"it has {len(fields)} fields, and the first line {num_columns}"
     return "it holds a NUL byte" if any("\0" in value for value in fields) else None
+
+
+def _field(value: dict[str, Any], name: str) -> Any:  # noqa: ANN401  whatever JSON can hold
+    """A field of an object, or, by dots, of an object in it; None where there is none."""
+    if name in value:
+        return value[name]
+    first, dot, rest = name.partition(".")
+    inner = value.get(first)
+    return _field(inner, rest) if dot and isinstance(inner, dict) else None
 
 
 def _image_column(columns: Sequence[str], name: str) -> str:

@@ -22,6 +22,8 @@ BLOCK_BYTES = tarfile.BLOCKSIZE
 MAX_EXTRA_BYTES = 2**20
 """Of a header that holds a long name or other attributes."""
 
+NO_END = "tar without an end mark"
+
 _PAX_TYPES = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)
 _LONG_TYPES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 _FILE_TYPES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
@@ -39,7 +41,7 @@ class Member:
 
     Attributes:
         name: bytes that are no UTF-8 as lone surrogates.
-        kind: ``"file"``, or as what it is counted: ``"folder"``, ``"link"``, ``"special member"``.
+        kind: ``"file"``, or as what it is counted: ``"folder"``, ``"link"``, ``"special member"``, `NO_END`.
         begin, end: where its content lies in the tar, in bytes.
     """
 
@@ -57,7 +59,8 @@ class Member:
 def read_members(file: ForwardFile) -> Iterator[Member]:
     """Yield the members of a tar. The one who iterates may read a member's content before going on.
 
-    A tar without end marks that ends with a member is whole. Tars that were put one behind the other are read as one.
+    A tar that ends with a member, without the blocks of zeros that mark an end, may be whole or not: a member of kind
+    `NO_END` says so at last. Tars that were put one behind the other are read as one.
 
     Raises:
         ImageError: the tar is cut or damaged, and what follows cannot be found.
@@ -69,6 +72,10 @@ def read_members(file: ForwardFile) -> Iterator[Member]:
         if not file.advance(member.end):
             raise ImageError(FailureCode.TRUNCATED, "the file ends within a member")
         file.advance(_padded(member.end))  # the last one may have no padding
+    if not headers.has_ended:
+        if not file.position:
+            raise ImageError(FailureCode.TRUNCATED, "the file is empty")
+        yield Member(name="", kind=NO_END, begin=file.position, end=file.position)
 
 
 class _Headers:
@@ -76,6 +83,8 @@ class _Headers:
 
     def __init__(self, file: ForwardFile) -> None:
         self._file = file
+        self.has_ended = False
+        """Whether the last that came was a mark of an end."""
 
     def next(self) -> Member | None:
         """The member whose header comes next; None at the end."""
@@ -87,12 +96,15 @@ class _Headers:
             is_whole = not pax and long_name is None
             if len(block) < BLOCK_BYTES and (is_whole or block):
                 if not any(block) and is_whole:
+                    self.has_ended |= bool(block)
                     return None
                 raise ImageError(FailureCode.TRUNCATED, "the file ends within a header")
             if not any(block):
                 if not is_whole:
                     raise ImageError(FailureCode.TRUNCATED, "the file ends behind the header of a long name")
+                self.has_ended = True
                 continue
+            self.has_ended = False
             header = _parse(block, at)
             if header.type in _LONG_TYPES:
                 content = self._extra(header, at)

@@ -22,7 +22,7 @@ from vlmembed.sources.archive import (
 from vlmembed.sources.forward import READ_ERRORS, ForwardFile
 from vlmembed.sources.ids import UniqueNames, escape_name
 from vlmembed.sources.samples import MAX_TEXT_BYTES, SampleBuffer, split_name
-from vlmembed.sources.tarmembers import read_members
+from vlmembed.sources.tarmembers import NO_END, read_members
 from vlmembed.types import EncodedImage
 
 if TYPE_CHECKING:
@@ -94,6 +94,8 @@ class TarPass:
         Raises:
             ImageError: the same, and the member is no row that could tell.
         """
+        if member.kind == NO_END:
+            logger.warning("%s has no end mark: if it was cut there, what followed is missing", self._archive.key)
         if member.kind != "file" or is_hidden(member.name):
             count_kind(self.skipped, "hidden" if member.kind == "file" else member.kind)
             return False
