@@ -34,8 +34,10 @@ $(STAMPS):
 $(PILLOW_IMAGES): | $(READY)
 	sh tests/fetch_pillow_images.sh $@ $(BIN)/python
 
+# Two at a time, each with a core of its own: most of the time goes into starting processes.
 test: model data  ## set up, run the tests
-	VLMEMBED_STAMPS=$(STAMPS) VLMEMBED_PILLOW_IMAGES=$(PILLOW_IMAGES) $(BIN)/python -m pytest
+	VLMEMBED_STAMPS=$(STAMPS) VLMEMBED_PILLOW_IMAGES=$(PILLOW_IMAGES) OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 test-slow: $(READY)  ## run what takes minutes: full-size towers (10 GB of memory), downloads
 	$(BIN)/python -m pytest -m slow

@@ -186,7 +186,7 @@ def test_a_limit_on_the_size_of_files_stops_the_run_cleanly(
 ) -> None:
     """Where no disk can be mounted: a file that may not grow is what a quota gives."""
     config = server.config(f"{server.root}/limited.parquet")
-    for max_file_bytes, what in ((1_000, "the list of files"), (20_000, "")):
+    for max_file_bytes, what in ((1_000, "the list of rows"), (20_000, "")):
         answer = server.start(config, max_file_bytes=max_file_bytes)
         assert answer["code"] == 1
         assert f"StorageError: cannot write {what}" in answer["said"]
