@@ -22,8 +22,8 @@ from vlmembed.errors import FailureCode, ImageError, InputError
 from vlmembed.remote import remote_file, retries, store_options
 from vlmembed.remote import remotes as remotes_module
 from vlmembed.remote.remote_file import RangedBlocks, RemoteFile
-from vlmembed.remote.remotes import Remotes, is_url, join_url, without_options
-from vlmembed.remote.urls import parse_store_url, shown_url
+from vlmembed.remote.remotes import Remotes
+from vlmembed.remote.urls import is_url, join_url, parse_store_url, shown_url, without_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

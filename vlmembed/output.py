@@ -163,6 +163,11 @@ def errors_beside(output: Path, *, is_folder: bool) -> Path:
     return output / "_errors.parquet" if is_folder else output.with_suffix(".errors.parquet")
 
 
+def errors_of(place: str, *, is_folder: bool) -> str:
+    """The same of a Parquet output that is named by a URL, without what follows its path."""
+    return f"{place}/_errors.parquet" if is_folder else f"{place.removesuffix('.parquet')}.errors.parquet"
+
+
 def read_manifest(folder: Path, *, ignore_damage: bool = False) -> dict[str, Any] | None:
     """Whose parts a partial folder holds, or None where it holds none (or, under `ignore_damage`, where it is damaged).
 

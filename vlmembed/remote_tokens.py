@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vlmembed.errors import InputError
-from vlmembed.output import LANCE, SUCCESS
+from vlmembed.output import LANCE, SUCCESS, errors_of
 from vlmembed.remote.urls import shown_url, without_options
 from vlmembed.schema import VECTORS, read_provenance
 
@@ -54,15 +54,14 @@ class RemoteTokens:
             msg = f"{shown_url(url)} is a Lance dataset: read it with lance.dataset(), which goes to servers itself"
             raise InputError(msg)
         try:
-            if remotes.info(url).is_folder:
+            if is_folder := remotes.info(url).is_folder:
                 names = {without_options(info.url): info.url for info in remotes.walk(url, recursive=False)}
                 if f"{place}/{SUCCESS}" not in names:
                     msg = f"{shown_url(url)} is a folder without {SUCCESS}: not finished, or no output of vlmembed"
                     raise InputError(msg)
                 files = tuple(names[name] for name in sorted(names) if name.startswith(f"{place}/part-"))
-                errors = f"{place}/_errors.parquet{options}"
             else:
-                files, errors = (url,), f"{place.removesuffix('.parquet')}.errors.parquet{options}"
+                files = (url,)
             with _opened(files[0], remotes) as rows:
                 schema = rows.schema_arrow
         except FileNotFoundError as error:
@@ -72,6 +71,7 @@ class RemoteTokens:
             msg = f"{shown_url(url)} cannot be read as Parquet: {error}"
             raise InputError(msg) from error
         read_provenance(schema, shown_url(url))
+        errors = errors_of(place, is_folder=is_folder) + options
         return cls(path=shown_url(url), files=files, errors=errors, schema=schema, remotes=remotes)
 
     @property

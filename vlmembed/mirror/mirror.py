@@ -31,6 +31,7 @@ from vlmembed.mirror.uploader import Uploader
 from vlmembed.mirror.workfolder import WorkFolder, default_folder
 from vlmembed.output import LANCE, OutputPaths
 from vlmembed.remote.remotes import Remotes
+from vlmembed.remote.store_options import s3_endpoint
 from vlmembed.remote.urls import is_url, parse_store_url, scheme_of, shown_url, without_options
 from vlmembed.schema import read_provenance
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
     from vlmembed.config import EncodeConfig
     from vlmembed.parts import PartRecord
-    from vlmembed.remote.urls import StoreUrl
+from vlmembed.remote.urls import StoreUrl
 
 logger = logging.getLogger(__name__)
 
@@ -316,8 +317,8 @@ def open_mirror(config: EncodeConfig) -> Iterator[Mirror]:
 
 def _folder_name(url: StoreUrl) -> str:
     """The same for the same output."""
-    server = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
-    told = json.dumps([url.sibling(url.path), server if url.scheme == "s3" else ""])
+    server = s3_endpoint() if url.scheme == "s3" else None
+    told = json.dumps([url.sibling(url.path), server or ""])
     return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 

@@ -181,19 +181,20 @@ class Objects:
     def _tried(self, name: str, action: Callable[[], Result]) -> Result:
         url = self._base.sibling(self._path(name))
         pauses = PAUSES_SECONDS if self._has_answered else PAUSES_SECONDS[:1]  # at first it is a name that is wrong
-        for pause_seconds in pauses:
+        for pause_seconds in (*pauses, None):
             try:
                 with told(url):
                     result = action()
             except TransientError as error:
+                if pause_seconds is None:
+                    raise
                 logger.warning("%s; another try in %g s", error, pause_seconds)
                 if self._stopped.wait(pause_seconds):
                     raise
             else:
                 self._has_answered = True
                 return result
-        with told(url):
-            return action()
+        raise AssertionError
 
 
 def _info(found: fs.FileInfo) -> ObjectInfo:

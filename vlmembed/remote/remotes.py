@@ -18,7 +18,7 @@ from vlmembed.remote.http import HttpClient
 from vlmembed.remote.remote_file import RangedBlocks, RemoteFile
 from vlmembed.remote.retries import Retries
 from vlmembed.remote.stores import BLOCK_BYTES, Store
-from vlmembed.remote.urls import WEB_SCHEMES, is_url, join_url, parse_store_url, scheme_of, shown_url, without_options
+from vlmembed.remote.urls import WEB_SCHEMES, parse_store_url, scheme_of, shown_url
 from vlmembed.remote.web_stream import WebStream
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vlmembed.remote.slots import Pause
     from vlmembed.remote.urls import StoreUrl
 
-__all__ = ["RemoteFile", "RemoteInfo", "Remotes", "is_url", "join_url", "shown_url", "without_options"]
+__all__ = ["RemoteFile", "RemoteInfo", "Remotes"]
 
 AHEAD_THREADS = 8
 """Threads that read ahead, for all open files together."""

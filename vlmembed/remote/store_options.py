@@ -53,7 +53,7 @@ def build_filesystem(url: StoreUrl, timeout_seconds: float) -> fs.FileSystem:
         if url.scheme == "gs":
             return _gs(options, timeout_seconds)
     except ValueError as error:
-        endpoint = options.get("endpoint_override") or (_s3_endpoint() if url.scheme == "s3" else None)
+        endpoint = options.get("endpoint_override") or (s3_endpoint() if url.scheme == "s3" else None)
         named = f" with the endpoint {shown_url(endpoint)!r}" if endpoint else ""
         msg = (
             f"{shown_url(url.sibling(url.path))} cannot be reached{named} ({type(error).__name__}): see to the options "
@@ -66,7 +66,7 @@ def build_filesystem(url: StoreUrl, timeout_seconds: float) -> fs.FileSystem:
 
 
 def _s3(options: dict[str, str], bucket: str, timeout_seconds: float) -> fs.FileSystem:
-    endpoint = options.get("endpoint_override") or _s3_endpoint()
+    endpoint = options.get("endpoint_override") or s3_endpoint()
     region = options.get("region") or _environment("AWS_REGION", "AWS_DEFAULT_REGION")
     chosen: dict[str, Any] = {"anonymous": _is_true(options.get("anonymous", ""))}
     if endpoint:
@@ -85,7 +85,8 @@ def _s3(options: dict[str, str], bucket: str, timeout_seconds: float) -> fs.File
     )
 
 
-def _s3_endpoint() -> str | None:
+def s3_endpoint() -> str | None:
+    """The server that the environment names for s3://; None is Amazon's."""
     return _environment("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlmembed.errors import FailureCode, ImageError, InputError, StorageError
 from vlmembed.formats import picture_extensions, sniff_format
-from vlmembed.remote.remotes import is_url
+from vlmembed.remote.urls import is_url
 from vlmembed.sources.ids import escape_name
 from vlmembed.sources.readahead import open_without_waiting
 

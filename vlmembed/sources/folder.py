@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import stat
 from collections import Counter
@@ -17,7 +15,7 @@ from vlmembed.formats import SNIFF_BYTES, picture_extensions, sniff_format
 from vlmembed.sources.ids import escape_name
 from vlmembed.sources.kinds import kind_of_name
 from vlmembed.sources.readahead import UnreadRow, open_without_waiting
-from vlmembed.sources.scratch import Records
+from vlmembed.sources.scratch import ListedRows
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -118,31 +116,14 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-class FolderSource:
+class FolderSource(ListedRows):
     """Picture files, listed once at the start. The list lies in a scratch file, so memory does not grow with it."""
 
     def __init__(self, reader: ReadAhead) -> None:
+        super().__init__()
         self.skipped: Counter[str] = Counter()
         self.kept_schema = pa.schema([])
         self._reader = reader
-        self._hash = hashlib.sha256()
-        self._keys_hash = hashlib.sha256()
-        self._list = Records()
-
-    @property
-    def num_rows(self) -> int:
-        """Files in the list."""
-        return self._list.num_rows
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 over the list."""
-        return self._hash.hexdigest()
-
-    @property
-    def keys_digest(self) -> str:
-        """SHA-256 over the ids."""
-        return self._keys_hash.hexdigest()
 
     def add(self, path: str, key: str, info: RemoteInfo | None = None) -> None:
         """Append a file to the list; `info` is what is known of a remote one."""
@@ -153,13 +134,11 @@ class FolderSource:
             with suppress(OSError):
                 status = os.stat(path)  # noqa: PTH116  see `Walk.pictures`
                 stamp = [status.st_size, status.st_mtime_ns]
-        self._hash.update(json.dumps([key, *stamp]).encode() + b"\n")
-        self._keys_hash.update(json.dumps(key).encode() + b"\n")
-        self._list.add([path, key])
+        self._list([path, key], key=key, noted=[key, *stamp])
 
     def seal(self) -> None:
         """The list is whole: bring it to disk before the run goes by it."""
-        self._list.seal()
+        self._records.seal()
 
     def read(self, start: int) -> Iterator[EncodedImage]:
         """Read ahead with a few threads, yield in order."""
@@ -167,9 +146,5 @@ class FolderSource:
 
     def read_rows(self, rows: Sequence[int]) -> Iterator[EncodedImage]:
         """Read only these."""
-        listed = self._list.read(rows)
+        listed = self._records.read(rows)
         return self._reader.read(UnreadRow(row=row, key=key, path=path) for row, (path, key) in listed)
-
-    def close(self) -> None:
-        """Drop the list."""
-        self._list.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-import os
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from vlmembed.errors import FailureCode, ImageError, InputError, MissingExtraError
+from vlmembed.remote.store_options import s3_endpoint
 from vlmembed.remote.urls import is_url, without_options
 from vlmembed.sources.base import rows_between
 from vlmembed.sources.files import DAMAGE
@@ -173,7 +173,7 @@ def _open(location: str, first_row: int) -> tuple[Any, list[Fragment]]:
 
 def storage_options(location: str) -> dict[str, str] | None:
     """What Lance does not take from the environment by itself: another server for ``s3://``, without TLS too."""
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    endpoint = s3_endpoint()
     if not (endpoint and location.lower().startswith("s3://")):
         return None
     return {"aws_endpoint": endpoint, "allow_http": str(endpoint.startswith("http://")).lower()}

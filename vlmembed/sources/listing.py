@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from vlmembed.errors import InputError
 from vlmembed.formats import picture_extensions
+from vlmembed.output import errors_of
 from vlmembed.remote.urls import is_url, shown_url, without_options
 from vlmembed.sources.folder import FolderSource, Walk, identity_of, key_of
 from vlmembed.sources.hfstate import inside, is_hf_dataset
@@ -217,8 +218,8 @@ class Listing:
         """Whether something remote is this run's output."""
         if not is_url(self._output):
             return False
-        own = without_options(self._output)
-        beside = (own.rstrip("/"), f"{own.rstrip('/')}.partial", own.removesuffix(".parquet") + ".errors.parquet")
+        own = without_options(self._output).rstrip("/")
+        beside = (own, f"{own}.partial", errors_of(own, is_folder=False))
         return any(place == name or place.startswith(f"{name}/") for name in beside)
 
     def _expand(self, given: str) -> list[str]:

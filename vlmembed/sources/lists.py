@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import io
-import json
 import re
 import sys
 import zlib
@@ -23,7 +21,7 @@ from vlmembed.sources.list_formats import ListReader, is_list, list_format
 from vlmembed.sources.list_lines import looks_like_json
 from vlmembed.sources.locations import public_url, resolve, shown
 from vlmembed.sources.readahead import UnreadRow
-from vlmembed.sources.scratch import Records
+from vlmembed.sources.scratch import ListedRows
 from vlmembed.types import EncodedImage
 
 if TYPE_CHECKING:
@@ -41,7 +39,7 @@ _IDS_AT_ONCE = 4096
 _DAMAGE = (OSError, EOFError, ValueError, zlib.error)
 
 
-class ListSource:
+class ListSource(ListedRows):
     """What lists name, in their order. A list is read once, when the run is set up: what it says lies in a scratch file
     from then on, so memory does not grow with it, and standard input will do.
 
@@ -64,12 +62,11 @@ class ListSource:
             InputError: a list cannot be read, lacks a column, or an id is not unique.
             StorageError: the scratch files cannot be written.
         """
+        super().__init__()
         self.skipped: Counter[str] = Counter()
         self.kept_schema = pa.schema([pa.field(name, pa.string()) for name in keep_columns])
         self._reader = reader
         self._id_column = id_column
-        self._hash, self._keys_hash = hashlib.sha256(), hashlib.sha256()
-        self._records = Records()
         self._new_ids: list[str | int | None] = []
         formats = ListReader(
             image_column=image_column, id_column=id_column, keep_columns=keep_columns, skipped=self.skipped
@@ -83,21 +80,6 @@ class ListSource:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def num_rows(self) -> int:
-        """Entries of all lists."""
-        return self._records.num_rows
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 over the ids, where the pictures lie, and the kept columns."""
-        return self._hash.hexdigest()
-
-    @property
-    def keys_digest(self) -> str:
-        """SHA-256 over the ids."""
-        return self._keys_hash.hexdigest()
 
     def _add_list(self, name: str, key: str, formats: ListReader, names: UniqueNames, ids: IdIndex) -> None:
         base = "" if name == STDIN else name
@@ -138,14 +120,12 @@ class ListSource:
             row_key = line if entry.problem is not None else str(entry.id)
         else:
             row_key = names.key(line)
+        record: list[object]
         if isinstance(location, ImageError):
-            self._records.add([row_key, entry.kept, location.code, str(location)])
-            told = location.code.value
+            record, told = [row_key, entry.kept, location.code, str(location)], location.code.value
         else:
-            self._records.add([row_key, entry.kept, None, location])
-            told = _public(location)
-        self._hash.update(json.dumps([row_key, entry.kept, told]).encode() + b"\n")
-        self._keys_hash.update(json.dumps(row_key).encode() + b"\n")
+            record, told = [row_key, entry.kept, None, location], _public(location)
+        self._list(record, key=row_key, noted=[row_key, entry.kept, told])
 
     def read(self, start: int) -> Iterator[EncodedImage]:
         """Read and fetch ahead, yield in order."""
@@ -164,10 +144,6 @@ class ListSource:
                 yield UnreadRow(row=row, key=key, path=text, columns=columns)
             else:
                 yield EncodedImage(row=row, key=key, content=ImageError(FailureCode(code), text), columns=columns)
-
-    def close(self) -> None:
-        """Drop the scratch file."""
-        self._records.close()
 
 
 def _opened(name: str, reader: ReadAhead, stack: ExitStack) -> io.BufferedReader | gzip.GzipFile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tempfile
 from contextlib import contextmanager, suppress
@@ -54,6 +55,44 @@ class Records:
         """Drop the file."""
         with suppress(OSError):  # what could not be written, where the disk is full
             self._file.close()
+
+
+class ListedRows:
+    """What sources whose rows are listed once, when the run is set up, have in common: the list, and its digests."""
+
+    def __init__(self) -> None:
+        self._records = Records()
+        self._hash = hashlib.sha256()
+        self._keys_hash = hashlib.sha256()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in the list."""
+        return self._records.num_rows
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) over all that was noted."""
+        return self._hash.hexdigest()
+
+    @property
+    def keys_digest(self) -> str:
+        """SHA-256 (hex) over the ids."""
+        return self._keys_hash.hexdigest()
+
+    def _note(self, value: object) -> None:
+        """Let the digest depend on a value."""
+        self._hash.update(json.dumps(value).encode() + b"\n")
+
+    def _list(self, record: object, *, key: str, noted: object) -> None:
+        """Append a row: what is to be read of it, its id, and what the digest goes by."""
+        self._note(noted)
+        self._keys_hash.update(json.dumps(key).encode() + b"\n")
+        self._records.add(record)
+
+    def close(self) -> None:
+        """Drop the list."""
+        self._records.close()
 
 
 @contextmanager

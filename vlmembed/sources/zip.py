@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import stat
 import struct
@@ -29,7 +27,7 @@ from vlmembed.sources.archive import (
 )
 from vlmembed.sources.base import rows_between
 from vlmembed.sources.ids import UniqueNames, escape_name
-from vlmembed.sources.scratch import Records
+from vlmembed.sources.scratch import ListedRows
 from vlmembed.sources.zipmembers import HEADER_BYTES, ZipMember
 from vlmembed.types import EncodedImage
 
@@ -66,7 +64,7 @@ class _ListedZip:
     num_rows: int
 
 
-class ZipSource:
+class ZipSource(ListedRows):
     """The pictures in zips, in the order of each archive's directory, which is read when they are listed.
 
     `files` are paths (or URLs) and keys. A picture of more than `max_file_bytes` is not read.
@@ -77,38 +75,22 @@ class ZipSource:
     """
 
     def __init__(self, files: Sequence[tuple[str, str]], *, remotes: Remotes | None, max_file_bytes: int) -> None:
+        super().__init__()
         self.skipped: Counter[str] = Counter()
         self.kept_schema = pa.schema([])
         self._remotes = remotes
         self._max_file_bytes = max_file_bytes
-        self._hash, self._keys_hash = hashlib.sha256(), hashlib.sha256()
         self._zips: list[_ListedZip] = []
-        self._records = Records()
         with ExitStack() as stack:
-            stack.callback(self._records.close)
+            stack.callback(self.close)
             for archive in list_archives(files, remotes):
                 self._add(archive)
             self._records.seal()
             stack.pop_all()
 
-    @property
-    def num_rows(self) -> int:
-        """Pictures in all of them."""
-        return self._records.num_rows
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 over the directories, and the sizes and versions of the archives."""
-        return self._hash.hexdigest()
-
-    @property
-    def keys_digest(self) -> str:
-        """SHA-256 over the ids."""
-        return self._keys_hash.hexdigest()
-
     def _add(self, archive: Archive) -> None:
         first_row = self.num_rows
-        self._hash.update(json.dumps([archive.key, archive.num_bytes, archive.version]).encode() + b"\n")
+        self._note([archive.key, archive.num_bytes, archive.version])
         try:
             with open_archive(archive, self._remotes) as file, UniqueNames() as names:
                 for name, kind, member in _read_directory(file):
@@ -123,9 +105,7 @@ class ZipSource:
 
     def _add_row(self, key: str, member: ZipMember) -> None:
         record = [key, *astuple(member)]
-        self._hash.update(json.dumps(record).encode() + b"\n")
-        self._keys_hash.update(json.dumps(key).encode() + b"\n")
-        self._records.add(record)
+        self._list(record, key=key, noted=record)
 
     def read(self, start: int) -> Iterator[EncodedImage]:
         """Yield the rows from `start` on."""
@@ -149,10 +129,6 @@ class ZipSource:
                     member = ZipMember(**dict(zip(_MEMBER_FIELDS, values, strict=True)))
                     content = file if isinstance(file, ImageError) else member.read(file, self._max_file_bytes)
                     yield EncodedImage(row=row, key=key, content=content)
-
-    def close(self) -> None:
-        """Drop the list of members."""
-        self._records.close()
 
 
 def _is_picture(file: io.BufferedReader, name: str, member: ZipMember) -> bool:
