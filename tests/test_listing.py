@@ -17,7 +17,7 @@ import vlmembed
 from vlmembed.errors import ConfigError, FailureCode, ImageError, InputError, NothingEmbeddedError
 from vlmembed.sources import open_source
 from vlmembed.sources.names import expand_braces, url_pattern
-from vlmembed.verify import verify
+from vlmembed.verification import verify
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -18,12 +18,12 @@ from vlmembed import merger as merge_module
 from vlmembed import overlap
 from vlmembed.errors import AccountingError, InputError, NothingEmbeddedError, OutputError, StorageError
 from vlmembed.finished import FinishedOutput
-from vlmembed.inspect import inspect
+from vlmembed.inspection import inspect
 from vlmembed.merger import merge
 from vlmembed.overlap import Overlap
 from vlmembed.parts import PartRecord
 from vlmembed.schema import with_provenance
-from vlmembed.verify import verify
+from vlmembed.verification import verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -19,7 +19,7 @@ from vlmembed.provenance import difference, encoder_fingerprint
 from vlmembed.shards import parse_shard, shard_text
 from vlmembed.sources import open_source
 from vlmembed.sources.shard import ShardSource, shard_entries, split_files
-from vlmembed.verify import verify
+from vlmembed.verification import verify
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

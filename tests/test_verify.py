@@ -13,7 +13,7 @@ from conftest import SAMPLES
 from test_end_to_end import many_pictures, run
 
 from vlmembed.errors import ConfigError, InputError
-from vlmembed.verify import deviation_of, verify
+from vlmembed.verification import deviation_of, verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import tomllib
 from dataclasses import dataclass
@@ -56,6 +57,9 @@ WHOLE_NUMBERS = (
 )
 """The fields that are 1 or more where they are given."""
 
+TEXTS = ("output", "model", "revision", "device", "image_column", "id_column", "shard", "cache", "work_dir")
+"""The fields that are any text, or a path."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodeConfig:
@@ -64,7 +68,8 @@ class EncodeConfig:
     Attributes:
         inputs: folders, pictures, globs, Parquet files, tars, zips, Hugging Face and Lance datasets, lists of paths or
             URLs, ``"-"`` for a list on standard input; each on disk or behind a URL (s3, gs, http, https, hf).
-        output: the Parquet file, Lance dataset or folder of parts to write, on disk or on s3, gs.
+        output: the Parquet file, Lance dataset or folder of parts to write, on disk or on s3, gs; empty for what writes
+            none (`vlmembed.stream`, `vlmembed.plan`).
         format: of the output; ``"auto"`` goes by its name.
         model: a built-in name, a local folder, or a Hugging Face id; `revision` is of the latter.
         device: ``"auto"`` and ``"cuda"`` are all visible GPUs, ``"cuda:0,1"`` some of them, ``"cpu"``; ``"cpu,cpu"`` is
@@ -105,7 +110,7 @@ class EncodeConfig:
     """
 
     inputs: tuple[str | os.PathLike[str], ...]
-    output: str | os.PathLike[str]
+    output: str | os.PathLike[str] = ""
     model: str | os.PathLike[str] = "dinov2-small"
     revision: str | None = None
     device: str = "auto"
@@ -150,22 +155,23 @@ class EncodeConfig:
 
     def __post_init__(self) -> None:
         self._check_lists()
+        self._check_types()
         for name, allowed in CHOICES.items():
             if (value := getattr(self, name)) not in allowed:
                 msg = f"{name} is {value!r}; it can be {', '.join(allowed)}"
                 raise ConfigError(msg)
         for name in WHOLE_NUMBERS:
             value = getattr(self, name)
-            if value is not None and not isinstance(value, int):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
                 msg = f"{name} is {value!r}; it is a whole number"
                 raise ConfigError(msg)
             if value is not None and value < 1:
                 msg = f"{name} is {value}; it must be 1 or more"
                 raise ConfigError(msg)
-        if not 0 <= self.max_error_rate <= 1:
-            msg = f"max_error_rate is {self.max_error_rate}; it is a share, 0 to 1"
+        if not (_is_number(self.max_error_rate) and 0 <= self.max_error_rate <= 1):
+            msg = f"max_error_rate is {self.max_error_rate!r}; it is a share, 0 to 1"
             raise ConfigError(msg)
-        if not (isinstance(self.timeout, (int, float)) and 0 < self.timeout < float("inf")):
+        if not (_is_number(self.timeout) and 0 < self.timeout < float("inf")):
             msg = f"timeout is {self.timeout!r}; it is a number of seconds, more than 0"
             raise ConfigError(msg)
         if self.shard is not None:
@@ -189,6 +195,9 @@ class EncodeConfig:
             if isinstance(value := getattr(self, name), (str, os.PathLike)):
                 msg = f"{name} is {value!r}; it is a tuple of them: ({value!r},)"
                 raise ConfigError(msg)
+            if not (isinstance(value, (tuple, list)) and all(isinstance(each, (str, os.PathLike)) for each in value)):
+                msg = f"{name} is {value!r}; it is a list of texts"
+                raise ConfigError(msg)
         if not self.inputs:
             msg = "no input given: name at least one folder, picture or Parquet file"
             raise ConfigError(msg)
@@ -196,18 +205,35 @@ class EncodeConfig:
             msg = f"keep_columns names {repeated[0]!r} more than once"
             raise ConfigError(msg)
 
+    def _check_types(self) -> None:
+        """What Python would take for something else: ``normalize="no"`` is true."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(field.default, bool) and not isinstance(value, bool):
+                msg = f"{field.name} is {value!r}; it is true or false"
+                raise ConfigError(msg)
+            if field.name in TEXTS and not (value is None or isinstance(value, (str, os.PathLike))):
+                msg = f"{field.name} is {value!r}; it is text"
+                raise ConfigError(msg)
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Build a config from plain values; lists become tuples.
+        """Build a config from plain values by the names of its fields or of their flags (``max-pixels``); lists become
+        tuples.
 
         Raises:
-            ConfigError: an unknown key.
+            ConfigError: an unknown key, or one that comes in both spellings.
         """
-        known = {field.name for field in dataclasses.fields(cls)}
-        if unknown := sorted(set(values) - known):
-            msg = f"unknown setting {unknown[0]!r}; known are {', '.join(sorted(known))}"
+        settings: dict[str, Any] = {}
+        for key, value in values.items():
+            name = setting_name(key)
+            if name in settings:
+                msg = f"{key!r} is there twice, as {key.replace('_', '-')} and {name}: leave one out"
+                raise ConfigError(msg)
+            settings[name] = tuple(value) if isinstance(value, list) else value
+        if "inputs" not in settings:
+            msg = "no input given: name at least one folder, picture or Parquet file as inputs"
             raise ConfigError(msg)
-        settings: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
         return cls(**settings)
 
     @classmethod
@@ -224,13 +250,38 @@ class EncodeConfig:
             raise ConfigError(msg) from error
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, without the fields that are None."""
+        """Plain values, without the fields that are None, and without an output that is none."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {key: _plain(value) for key, value in values.items() if value is not None}
+        return {
+            key: _plain(value) for key, value in values.items() if value is not None and (key, value) != ("output", "")
+        }
 
     def to_toml(self) -> str:
         """The config as a recipe: one ``key = value`` a line."""
         return tomli_w.dumps(self.to_dict())
+
+
+def setting_name(key: str) -> str:
+    """The field that a key stands for: its name, or that of its flag without the dashes in front.
+
+    Raises:
+        ConfigError: there is none; the message suggests what may be meant.
+    """
+    known = [field.name for field in dataclasses.fields(EncodeConfig)]
+    if (name := key.replace("-", "_")) in known:
+        return name
+    near = difflib.get_close_matches(name, known, n=1)
+    meant = f": is {near[0].replace('_', '-')!r} meant?" if near else ""
+    msg = f"unknown setting {key!r}{meant or f'; known are {_flags(known)}'}"
+    raise ConfigError(msg)
+
+
+def _flags(names: list[str]) -> str:
+    return ", ".join(sorted(name.replace("_", "-") for name in names))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401  whatever a setting can be

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
@@ -13,7 +14,7 @@ from vlmembed.decode import own_pillow_settings
 from vlmembed.decode_processes import ProcessDecoders
 from vlmembed.decoders import ThreadDecoders
 from vlmembed.dedup import HashIndex
-from vlmembed.errors import NothingEmbeddedError, OutputError, RowFailedError
+from vlmembed.errors import ConfigError, NothingEmbeddedError, OutputError, RowFailedError
 from vlmembed.known import Known, check_reuse
 from vlmembed.mirror.mirror import open_mirror
 from vlmembed.mirror.remoterun import is_remote
@@ -29,7 +30,7 @@ from vlmembed.output import (
 from vlmembed.parts import PartStore, storing
 from vlmembed.patcher import Patcher
 from vlmembed.pipeline import Pipeline
-from vlmembed.plan import Earlier, Plan, find_earlier, make_plan, max_row_bytes
+from vlmembed.planning import Earlier, Plan, find_earlier, make_plan, max_row_bytes
 from vlmembed.progress import ProgressBar, StageClock
 from vlmembed.provenance import encoder_fingerprint
 from vlmembed.report import RunReport
@@ -63,6 +64,9 @@ def encode(config: EncodeConfig, *, progress: bool = False, hung: Callable[[], N
         UsageError: a setting, an input or the output must be changed; nothing was written.
         RunError: the run stopped. What it had committed stays in ``OUTPUT.partial`` and is used by the next start.
     """
+    if not os.fspath(config.output):
+        msg = "no output given: name a file like out.parquet, a folder like out/, or a Lance dataset like out.lance"
+        raise ConfigError(msg)
     if not is_remote(config.output):
         return _encode(config, OutputPaths.of(config.output), None, progress=progress, hung=hung)
     with open_mirror(config) as mirror:

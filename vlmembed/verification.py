@@ -17,7 +17,7 @@ from vlmembed.finished import FinishedOutput, input_rows
 from vlmembed.output import OutputPaths, is_folder_output
 from vlmembed.packer import PackingStats, pack
 from vlmembed.patcher import Patcher
-from vlmembed.plan import Earlier, make_plan
+from vlmembed.planning import Earlier, make_plan
 from vlmembed.provenance import difference, encoder_fingerprint
 from vlmembed.sources import open_source
 from vlmembed.types import EmbeddingBatch, Failure
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from vlmembed.decoders import DecodePool
-    from vlmembed.plan import Plan
+    from vlmembed.planning import Plan
     from vlmembed.schema import VectorColumn
     from vlmembed.sources.base import Source
     from vlmembed.types import Embedded, EncodedImage, FloatArray, Int64Array, PatchedImage
