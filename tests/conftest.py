@@ -28,6 +28,12 @@ ROOT = Path(__file__).parent.parent
 SAMPLES = ROOT / "sample_data" / "images"
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Bytes are named by their number. Compressed ones may hold the time, and processes that share the tests must all
+    collect the same names."""
+    return f"{argname}-{len(val)}-bytes" if isinstance(val, bytes) else None
+
+
 @pytest.fixture(scope="session")
 def builtin_folder() -> Path:
     """The converted built-in model; `make test` puts it there."""
