@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 MODEL := dinov2-small
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow crash-test fuzz check fmt bench bench-gpu clean model data
+.PHONY: help demo run reproduce named-recipe named-output test test-slow crash-test fuzz check fmt bench bench-gpu docs clean model data
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,8 +21,36 @@ model: $(READY)
 	$(BIN)/vlmembed models --get $(MODEL)
 
 demo: model  ## set up, embed the sample pictures, show the result
-	$(BIN)/vlmembed encode sample_data/images out/demo.parquet --max-error-rate 0.5
+	$(BIN)/vlmembed run pipelines/demo.toml
 	$(BIN)/vlmembed inspect out/demo.parquet
+
+# What a recipe needs: the built-in model, unless it or SET names another.
+names_model = grep -E '^"?model"? *=' '$(RECIPE)' | grep -qv '"$(MODEL)"'
+own_model = $(if $(filter model=%,$(SET)),,$(names_model) || $(BIN)/vlmembed models --get $(MODEL))
+sets = $(foreach setting,$(SET),--set '$(setting)')
+
+named-recipe:
+	$(if $(RECIPE),,$(error name a recipe, such as pipelines/folder.toml: make run RECIPE=FILE [SET='limit=10 output=out/try.parquet'], make reproduce RECIPE=FILE AGAINST=OUTPUT))
+	@test -f '$(RECIPE)' || { echo 'there is no recipe $(RECIPE); there are: $(wildcard pipelines/*.toml)' >&2; exit 2; }
+
+named-output: named-recipe
+	$(if $(AGAINST),,$(error name the output to compare with: make reproduce RECIPE=$(RECIPE) AGAINST=OUTPUT))
+	$(if $(filter $(abspath $(again)),$(abspath $(AGAINST))),$(error $(AGAINST) is where it would be made again: move it, or give REPRODUCED=FOLDER))
+
+run: named-recipe $(READY)  ## run RECIPE=pipelines/x.toml [SET='limit=10 model=x']
+	$(own_model)
+	$(BIN)/vlmembed run '$(RECIPE)' $(sets)
+
+# Beside the others in REPRODUCED, under the name of AGAINST and of its kind: a file, a Lance dataset or a folder. Nothing
+# is taken from a cache or an earlier output, and rows that fail are left to the comparison.
+REPRODUCED := out/reproduce
+against = $(notdir $(patsubst %/,%,$(firstword $(subst ?, ,$(AGAINST)))))
+again = $(REPRODUCED)/$(against)$(if $(filter %.parquet %.lance,$(against)),,/)
+reproduce: named-output $(READY)  ## run RECIPE=x.toml again and compare with AGAINST=out.parquet
+	$(own_model)
+	$(BIN)/vlmembed run '$(RECIPE)' $(sets) --set output='$(again)' --set overwrite=true --set retry-failed= \
+		--set cache= --set reuse= --set format= --set work-dir= --set max-error-rate=1
+	$(BIN)/vlmembed verify '$(again)' --against '$(AGAINST)'
 
 # The labelled pictures behind the accuracy test: a Debian package, unpacked here, never committed.
 STAMPS := .data/tuxpaint-stamps
@@ -48,15 +76,19 @@ crash-test: $(READY)  ## kill runs at many moments, and at every file operation
 fuzz: $(READY)  ## feed mutated Parquet files and pictures for ten minutes
 	$(BIN)/python tests/fuzz.py --seconds 600
 
-check: $(READY)  ## lint, types and import contracts; changes nothing
+check: $(READY)  ## lint, types, import contracts, the command line's reference; changes nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python docs/cli_reference.py --check
 
 fmt: $(READY)  ## format and fix what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(READY)  ## write docs/cli.md, the reference of the command line
+	$(BIN)/python docs/cli_reference.py
 
 bench: model  ## run the benchmarks; results go to pipelines/benchmarks/results
 	$(BIN)/python pipelines/benchmarks/packing.py
@@ -64,6 +96,7 @@ bench: model  ## run the benchmarks; results go to pipelines/benchmarks/results
 	$(BIN)/python pipelines/benchmarks/towers.py
 	$(BIN)/python pipelines/benchmarks/cache.py
 	$(BIN)/python pipelines/benchmarks/deterministic.py
+	$(BIN)/python pipelines/benchmarks/plan.py
 
 bench-gpu: model  ## the same for a machine with a GPU: numerics, then speeds beside their floors
 	$(BIN)/python pipelines/benchmarks/gpu.py
