@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from vlmembed.config import EncodeConfig
 from vlmembed.decode import own_pillow_settings
 from vlmembed.decoders import ThreadDecoders, decode_in_order
+from vlmembed.deviation import TOLERANCES, deviation_of, version_differences
 from vlmembed.errors import ConfigError, InputError
 from vlmembed.finished import FinishedOutput, input_rows
 from vlmembed.output import OutputPaths, is_folder_output
@@ -23,8 +25,8 @@ from vlmembed.sources import open_source
 from vlmembed.types import EmbeddingBatch, Failure
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterable, Iterator, Sequence
-    from pathlib import Path
 
     import pyarrow as pa
 
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from vlmembed.planning import Plan
     from vlmembed.schema import VectorColumn
     from vlmembed.sources.base import Source
-    from vlmembed.types import Embedded, EncodedImage, FloatArray, Int64Array, PatchedImage
+    from vlmembed.types import Embedded, EncodedImage, Int64Array, PatchedImage
 
 CHUNK_ROWS = 1024
 """Rows that are compared at a time."""
@@ -40,10 +42,6 @@ CHUNK_ROWS = 1024
 MAX_ITEMS = 8
 MAX_DECODE_BYTES = 64 * 2**20
 """Images, and their encoded bytes, that are in decoding at a time."""
-
-TOLERANCES = {"fp32": 2e-3, "bf16": 5e-2, "fp16": 5e-2}
-"""Largest deviation, |now - stored| / |stored|, by dtype of the layers: what other packs, another processor or half
-floats in the file can make, with room to spare. For vectors of length 1, 0.05 is a cosine of 0.99875."""
 
 
 @dataclass(slots=True)
@@ -78,7 +76,7 @@ class Verification:
 
 
 def verify(
-    path: Path,
+    path: str | os.PathLike[str],
     *,
     num_rows: int | None = 100,
     seed: int = 0,
@@ -88,12 +86,15 @@ def verify(
 ) -> Verification:
     """Read, hash and encode `num_rows` random rows of an output again, or all (None), and compare.
 
-    `inputs` stand for those that are recorded, where the pictures have moved.
+    `seed` chooses the rows. `inputs` stand for those that are recorded, where the pictures have moved; `device` is as
+    in `EncodeConfig`. `tolerance` is of |now - stored| / |stored| per row; None goes by the dtype of the layers (0.002
+    for fp32, 0.05 for bf16 and fp16).
 
     Raises:
         InputError: the output cannot be read, or the inputs do not have the same ids any more.
         ConfigError: `num_rows` or `tolerance` is out of range. ModelError: the model is not there.
     """
+    path = Path(path)
     output = FinishedOutput.open(path)
     facts = output.provenance
     if "counts" not in facts:
@@ -126,7 +127,7 @@ def verify(
         workers = plan.config.workers or 1
         decoders = stack.enter_context(ThreadDecoders(patcher, num_threads=workers, timeout_seconds=config.timeout))
         then, now = (encoder_fingerprint(each) for each in (facts["fingerprint"], plan.facts["fingerprint"]))
-        found.differences = difference(then, now) + _version_differences(facts["versions"], plan.facts["versions"])
+        found.differences = difference(then, now) + version_differences(facts["versions"], plan.facts["versions"])
         failed = output.failed_rows()
         for start in range(0, count, CHUNK_ROWS):
             some = positions[start : start + CHUNK_ROWS]
@@ -169,10 +170,6 @@ def _check_counts(output: FinishedOutput, found: Verification) -> None:
     num_failed = len(output.failed_rows())
     if num_failed != counts["failed"]:
         found.problems.append(f"{output.errors} holds {num_failed} rows, and its run wrote {counts['failed']}")
-
-
-def _version_differences(then: dict[str, str], now: dict[str, str]) -> list[str]:
-    return [f"{name}: {then.get(name)} there, {now.get(name)} now" for name in now if then.get(name) != now.get(name)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -254,12 +251,3 @@ def _read_again(
         if not pixels and isinstance(image.content, bytes):
             content_hash = hashlib.sha256(image.content).digest()
         yield image, content_hash, patched.result
-
-
-def deviation_of(now: FloatArray, stored: FloatArray) -> float:
-    """|now - stored| / |stored|, over all values of a row; infinite where they do not even have one shape."""
-    if now.shape != stored.shape:
-        return float("inf")
-    before = stored.astype(np.float64)
-    length = max(float(np.linalg.norm(before)), float(np.finfo(np.float32).tiny))
-    return float(np.linalg.norm(now.astype(np.float64) - before)) / length
