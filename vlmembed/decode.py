@@ -21,13 +21,13 @@ import PIL
 from PIL import Image, ImageFile, UnidentifiedImageError
 
 from vlmembed.codestream import check_codestreams
-from vlmembed.directory import check_tiff, read_directory
+from vlmembed.directory import MAX_TAG_VALUES, check_tiff, read_directory
 from vlmembed.errors import FailureCode, ImageError
 from vlmembed.formats import SNIFF_BYTES, readable_formats, sniff_format
 from vlmembed.pixels import stripes, to_rgb
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 PIXEL_POLICY = "1: exif applied, alpha on white, 16-bit scaled, cmyk converted, first frame"
 
@@ -51,6 +51,7 @@ _TRANSPOSE = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_ON_ITS_SIDE = tuple(_TRANSPOSE[number] for number in (5, 6, 7, 8))
 _EXIF_PREFIX = re.compile(rb"\A(?:Exif\0\0){1,2}")
 _AVIF_EXIF_ITEM = re.compile(rb"(infe(?:\x02.{7}|\x03.{9}))Exif", re.DOTALL)
 _AVIF_EXIF_PROBLEM = "Invalid Exif payload"
@@ -74,9 +75,20 @@ _NOT_SUPPORTED = (
 _METADATA_TOO_LARGE = ("max_text_chunk", "max_text_memory")
 """Pillow's names for what a PNG's texts and its colour profile may inflate to: 1 MiB each, texts 64 MiB in all."""
 
+_NEEDS_ALL = ("JPEG2000", "ICNS")
+"""Formats of which `_check_header` looks at every part."""
+
 _settings_lock = threading.Lock()
 _limits: list[int] = []  # of the runs that are going on
 _saved: dict[str, int | bool | None] = {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Header:
+    """What a picture's header says: Pillow's name of its `format`, and height and width in pixels, upright."""
+
+    format: str
+    size_hw: tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,11 +164,51 @@ def decode(content: bytes, *, max_source_pixels: int) -> DecodedImage:
     return DecodedImage(rgb=rgb, exif_problem=exif_problem or problem)
 
 
+def read_header(content: bytes, *, max_source_pixels: int) -> Header:
+    """The header of a whole file, which is not decoded: damage behind the header is not seen, nor an orientation that a
+    PNG has behind its pixels.
+
+    Raises:
+        ImageError: as `decode` would.
+    """
+    if not content:
+        raise ImageError(FailureCode.EMPTY, "the file has 0 bytes")
+    _check_header(content, max_source_pixels)
+    image, _ = _open(content, max_source_pixels)
+    _check_size(image, max_source_pixels)
+    width, height = image.size
+    if image.format != "TIFF":  # Pillow turns a TIFF's size by itself
+        transpose, _ = _transpose_of(image, Image.Image.getexif)  # a PNG's own would decode it
+        if transpose in _ON_ITS_SIDE:
+            width, height = height, width
+    return Header(format=image.format or "unknown", size_hw=(height, width))
+
+
+def read_header_of_head(head: bytes, *, max_source_pixels: int) -> Header | None:
+    """The header by the first bytes of a longer file; None where they do not suffice to judge it.
+
+    Raises:
+        ImageError: the picture is larger than it may be, which the first bytes tell for good.
+    """
+    if sniff_format(head[:SNIFF_BYTES]) in _NEEDS_ALL:
+        return None
+    if head.startswith((b"II", b"MM")):
+        entries, problem = read_directory(head)
+        if problem or any(entry.num_values > MAX_TAG_VALUES for entry in entries):  # judged by the file's length
+            return None
+    try:
+        return read_header(head, max_source_pixels=max_source_pixels)
+    except ImageError as error:
+        if error.code in (FailureCode.TOO_LARGE, FailureCode.ASPECT_RATIO):
+            raise
+        return None
+
+
 def _check_header(content: bytes, max_source_pixels: int) -> None:
     """Refuse what would cost much memory to open, or much more to decode than its picture."""
     if content.startswith((b"II", b"MM")):
         check_tiff(content, max_source_pixels)
-    elif sniff_format(content[:SNIFF_BYTES]) in ("JPEG2000", "ICNS"):
+    elif sniff_format(content[:SNIFF_BYTES]) in _NEEDS_ALL:
         check_codestreams(content, max_source_pixels)
 
 
@@ -223,14 +275,16 @@ def _broken(content: bytes, error: Exception) -> ImageError:
     return ImageError(FailureCode.TRUNCATED if ends_early else FailureCode.CORRUPT, message)
 
 
-def _transpose_of(image: Image.Image) -> tuple[Image.Transpose | None, str]:
+def _transpose_of(
+    image: Image.Image, getexif: Callable[[Image.Image], Image.Exif] = lambda image: image.getexif()
+) -> tuple[Image.Transpose | None, str]:
     """What turns the image upright by its EXIF orientation, and what is wrong with the EXIF block, if anything."""
     exif = image.info.get("exif")
     try:
         if exif and len(exif) > MAX_EXIF_BYTES:
             return None, f"{len(exif)} bytes, more than {MAX_EXIF_BYTES}"
         _, problem = read_directory(_EXIF_PREFIX.sub(b"", exif)) if exif else ([], "")
-        orientation = image.getexif().get(_ORIENTATION_TAG, 1)
+        orientation = getexif(image).get(_ORIENTATION_TAG, 1)
     except Exception as error:  # noqa: BLE001  whatever the EXIF parser trips over is a warning, not a failure
         return None, f"{type(error).__name__}: {error}"
     if isinstance(orientation, int) and orientation in _TRANSPOSE:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from vlmembed.batch import make_batch
 
@@ -17,6 +17,21 @@ if TYPE_CHECKING:
 LOOKAHEAD_PACKS = 4
 """Tokens held back before a pack is chosen, in budgets. More delays the first pack; 16 instead of 4 gained 0.5 % of
 efficiency at most, where lengths span two orders of magnitude, else nothing (``pipelines/benchmarks/packing.py``)."""
+
+
+class Sized(Protocol):
+    """What the choice of a pack goes by: an image, or no more than its row and its size."""
+
+    @property
+    def row(self) -> int:
+        """Its input row."""
+
+    @property
+    def grid_hw(self) -> tuple[int, int]:
+        """Patches per side."""
+
+
+T = TypeVar("T", bound=Sized)
 
 
 @dataclass(slots=True)
@@ -36,35 +51,35 @@ class PackingStats:
         what its only image needs."""
         return self.num_tokens / self.room if self.room else 0.0
 
-    def count(self, batch: PackedBatch) -> None:
+    def count(self, num_images: int, num_tokens: int) -> None:
         """Take in one pack."""
         self.num_packs += 1
-        self.num_images += len(batch.rows)
-        self.num_tokens += batch.num_tokens
-        self.room += max(self.max_tokens_per_batch, batch.num_tokens)
+        self.num_images += num_images
+        self.num_tokens += num_tokens
+        self.room += max(self.max_tokens_per_batch, num_tokens)
 
 
 @dataclass(slots=True)
-class _Lookahead:
+class _Lookahead(Generic[T]):
     """Images waiting for a pack, by length, and the order in which they came."""
 
     by_length: list[tuple[int, int]] = field(default_factory=list)  # (tokens, sequence number), sorted
-    images: dict[int, PatchedImage] = field(default_factory=dict)  # sequence number -> image, oldest first
+    images: dict[int, T] = field(default_factory=dict)  # sequence number -> image, oldest first
     num_tokens: int = 0
     next_number: int = 0
 
-    def add(self, image: PatchedImage, tokens: int) -> None:
+    def add(self, image: T, tokens: int) -> None:
         insort(self.by_length, (tokens, self.next_number))
         self.images[self.next_number] = image
         self.next_number += 1
         self.num_tokens += tokens
 
-    def _take(self, position: int) -> tuple[int, PatchedImage]:
+    def _take(self, position: int) -> tuple[int, T]:
         tokens, number = self.by_length.pop(position)
         self.num_tokens -= tokens
         return tokens, self.images.pop(number)
 
-    def take_pack(self, budget: int, layout: TowerLayout) -> list[PatchedImage]:
+    def take_pack(self, budget: int, layout: TowerLayout) -> list[T]:
         """Take the oldest image, so that none waits for ever, then always the longest one that still fits."""
         oldest = next(iter(self.images))
         tokens = layout.num_tokens(self.images[oldest].grid_hw)
@@ -78,36 +93,53 @@ class _Lookahead:
         return [image for _, image in chosen]
 
 
-def pack(
-    images: Iterable[PatchedImage | None], layout: TowerLayout, stats: PackingStats, *, alone: bool = False
-) -> Iterator[PackedBatch]:
-    """Yield packs of at most ``stats.max_tokens_per_batch`` tokens; an image is never split, and one that is longer
-    than the budget travels alone, as all do with `alone`.
+def choose(
+    images: Iterable[T | None],
+    layout: TowerLayout,
+    stats: PackingStats,
+    *,
+    alone: bool = False,
+    lookahead_packs: int | None = None,
+) -> Iterator[list[T]]:
+    """Yield the images of each pack: at most ``stats.max_tokens_per_batch`` tokens; an image is never split, and one
+    that is longer than the budget travels alone, as all do with `alone`.
 
     None in the stream asks for everything held back: the pipeline sends it at each part boundary, so that a part's
-    packs depend on that part's rows alone.
+    packs depend on that part's rows alone. `lookahead_packs` is `LOOKAHEAD_PACKS` unless given.
     """
     budget = stats.max_tokens_per_batch
-    lookahead = _Lookahead()
+    held = (LOOKAHEAD_PACKS if lookahead_packs is None else lookahead_packs) * budget
+    lookahead = _Lookahead[T]()
     for image in images:
         if image is None:
             yield from _drain(lookahead, layout, stats, until=0)
             continue
-        if alone:
-            yield _packed([image], layout, stats)
-            continue
         tokens = layout.num_tokens(image.grid_hw)
+        if alone:
+            stats.count(1, tokens)
+            yield [image]
+            continue
         lookahead.add(image, tokens)
-        yield from _drain(lookahead, layout, stats, until=LOOKAHEAD_PACKS * budget)
+        yield from _drain(lookahead, layout, stats, until=held)
     yield from _drain(lookahead, layout, stats, until=0)
 
 
-def _drain(lookahead: _Lookahead, layout: TowerLayout, stats: PackingStats, *, until: int) -> Iterator[PackedBatch]:
+def _drain(lookahead: _Lookahead[T], layout: TowerLayout, stats: PackingStats, *, until: int) -> Iterator[list[T]]:
     while lookahead.num_tokens > until:
-        yield _packed(lookahead.take_pack(stats.max_tokens_per_batch, layout), layout, stats)
+        before = lookahead.num_tokens
+        chosen = lookahead.take_pack(stats.max_tokens_per_batch, layout)
+        stats.count(len(chosen), before - lookahead.num_tokens)
+        yield chosen
 
 
-def _packed(images: list[PatchedImage], layout: TowerLayout, stats: PackingStats) -> PackedBatch:
-    batch = make_batch(images, layout)
-    stats.count(batch)
-    return batch
+def pack(
+    images: Iterable[PatchedImage | None],
+    layout: TowerLayout,
+    stats: PackingStats,
+    *,
+    alone: bool = False,
+    lookahead_packs: int | None = None,
+) -> Iterator[PackedBatch]:
+    """Yield the packs that `choose` makes of the images."""
+    for chosen in choose(images, layout, stats, alone=alone, lookahead_packs=lookahead_packs):
+        yield make_batch(chosen, layout)

@@ -36,6 +36,41 @@ def read_whole(client: HttpClient, url: str, max_bytes: int, pause: Pause = null
     return client.retries.run(download.advance, pause=pause)
 
 
+def read_head(
+    client: HttpClient, url: str, num_bytes: int, max_bytes: int, pause: Pause = nullcontext
+) -> tuple[bytes, int] | Oversized:
+    """The first `num_bytes` of a file, or all of a shorter one, and its size, by one request. A server that sends the
+    whole file is not listened to for longer, unless it does not tell the size: then all is read, up to `max_bytes`.
+
+    Raises:
+        FileNotFoundError: it is not there. OSError: it cannot be read.
+    """
+
+    def read(deadline: Deadline) -> tuple[bytes, int] | Oversized:
+        content = io.BytesIO()
+        with client.answer("GET", url, {"Range": f"bytes=0-{num_bytes - 1}"}, deadline) as answer:
+            if answer.status == 416:  # noqa: PLR2004  Range Not Satisfiable: it is empty
+                return b"", 0
+            if answer.range is not None and answer.range[0]:
+                msg = f"{shown_url(url)}: a part came that was not asked for, from byte {answer.range[0]} on"
+                raise TransientError(msg)
+            is_known = answer.num_bytes is not None
+            wanted = min(num_bytes, answer.num_bytes) if answer.num_bytes is not None else max_bytes + 1
+            for chunk in answer.chunks:
+                content.write(chunk)
+                if content.tell() >= wanted:
+                    break
+            if content.tell() > max_bytes:
+                return Oversized(num_bytes=answer.num_bytes)
+            if is_known and content.tell() < wanted:
+                msg = f"{shown_url(url)}: {content.tell()} bytes came of {wanted}"
+                raise TransientError(msg)
+            head = content.getvalue()
+            return (head, len(head)) if answer.num_bytes is None else (head[:wanted], answer.num_bytes)
+
+    return client.retries.run(read, pause=pause)
+
+
 def read_range(client: HttpClient, url: str, start: int, stop: int, expected: WebInfo) -> bytes:
     """Bytes `start` to `stop` of a file that takes ranges.
 

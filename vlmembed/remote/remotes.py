@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from pyarrow import fs
 
 from vlmembed.errors import FailureCode, ImageError, InputError
-from vlmembed.remote.downloads import Oversized, read_range, read_whole
+from vlmembed.remote.downloads import Oversized, read_head, read_range, read_whole
 from vlmembed.remote.http import HttpClient
 from vlmembed.remote.remote_file import RangedBlocks, RemoteFile
 from vlmembed.remote.retries import Retries
@@ -125,12 +125,27 @@ class Remotes:
         size = found.num_bytes
         if limit < max_bytes and (size is None or size <= max_bytes):
             return max_bytes if size is None else size
-        told_size = f"{size} bytes" if size is not None else f"more than {max_bytes} bytes"
-        return ImageError(
-            FailureCode.TOO_LARGE,
-            f"{shown_url(url)} has {told_size}, and a picture within --max-source-pixels {max_bytes} at most: raise "
-            "that, or leave the file out",
-        )
+        return _too_large(url, size, max_bytes)
+
+    def read_head(
+        self, url: str, num_bytes: int, max_bytes: int, *, trusted: bool = True, pause: Pause = nullcontext
+    ) -> tuple[bytes, int] | ImageError:
+        """The first `num_bytes` of a file, or all of a shorter one, and its size; or why it cannot be had, as `read`
+        says. Where a server does not tell the size, the whole file comes."""
+        found: tuple[bytes, int] | Oversized
+        try:
+            if scheme_of(url) in WEB_SCHEMES:
+                found = read_head(self._client(), url, num_bytes, max_bytes, pause)
+            else:
+                opened = self._store(url, trusted=trusted)[0].open(url)
+                found = opened.read_range(0, min(num_bytes, opened.num_bytes)), opened.num_bytes
+        except FileNotFoundError as error:
+            return ImageError(FailureCode.MISSING, str(error))
+        except (OSError, InputError) as error:
+            return ImageError(FailureCode.FETCH_FAILED, str(error))
+        if isinstance(found, Oversized):
+            return _too_large(url, found.num_bytes, max_bytes)
+        return found if found[1] <= max_bytes else _too_large(url, found[1], max_bytes)
 
     def _read(self, url: str, max_bytes: int, *, trusted: bool, pause: Pause) -> bytes | Oversized:
         if scheme_of(url) in WEB_SCHEMES:
@@ -216,6 +231,15 @@ class Remotes:
                 while len(self._stores) > MAX_STORES:
                     self._stores.popitem(last=False)  # what is open holds on to its own
         return found, parsed
+
+
+def _too_large(url: str, num_bytes: int | None, max_bytes: int) -> ImageError:
+    told_size = f"{num_bytes} bytes" if num_bytes is not None else f"more than {max_bytes} bytes"
+    return ImageError(
+        FailureCode.TOO_LARGE,
+        f"{shown_url(url)} has {told_size}, and a picture within --max-source-pixels {max_bytes} at most: raise that, "
+        "or leave the file out",
+    )
 
 
 def _remote_info(store: Store, info: fs.FileInfo, parent: StoreUrl) -> RemoteInfo:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from vlmembed.config import EncodeConfig
     from vlmembed.sources.base import Source
+    from vlmembed.sources.glance import Glance
     from vlmembed.sources.listing import Entry
 
 __all__ = ["open_source"]
@@ -35,8 +36,9 @@ SETTINGS = {"image_column": WITH_COLUMNS, "id_column": WITH_COLUMNS, "keep_colum
 """The kinds of inputs that a setting is for."""
 
 
-def open_source(config: EncodeConfig, own_output: Collection[Path] = ()) -> Source:
-    """List the inputs of a run. `own_output` are paths that are never input.
+def open_source(config: EncodeConfig, own_output: Collection[Path] = (), *, glance: Glance | None = None) -> Source:
+    """List the inputs of a run. `own_output` are paths that are never input. While `glance` is on, files and URLs are
+    read no further than it asks for.
 
     Raises:
         InputError: an input does not exist, two overlap, or there is nothing to read.
@@ -55,6 +57,7 @@ def open_source(config: EncodeConfig, own_output: Collection[Path] = ()) -> Sour
             max_source_pixels=config.max_source_pixels,
             remotes=remotes,
             downloads=config.downloads,
+            glance=glance,
         )
         listing = Listing(config, reader, remotes, own_output)
         stack.callback(listing.close)

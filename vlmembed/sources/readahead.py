@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from vlmembed.errors import FailureCode, ImageError, StoppedError
 from vlmembed.parallel import DeadlinePool
 from vlmembed.remote.urls import is_url, shown_url
+from vlmembed.sources.glance import HEAD_BYTES, GlancedImage
 from vlmembed.sources.inflight import Lane, through
 from vlmembed.types import EncodedImage
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from vlmembed.remote.remotes import Remotes
     from vlmembed.remote.slots import Pause
+    from vlmembed.sources.glance import Glance
 
 READ_THREADS = 4
 MAX_FILES = 4 * READ_THREADS
@@ -49,6 +51,8 @@ BYTES_PER_PIXEL = 8
 
 MAX_OTHER_BYTES = 256 * 2**20
 """Room for metadata, thumbnails and further frames."""
+
+_NOT_REGULAR = "not a regular file"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -82,23 +86,44 @@ def read_content(path: str, max_bytes: int) -> bytes | ImageError:
         with open(path, "rb", opener=open_without_waiting) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                return ImageError(FailureCode.UNREADABLE, "not a regular file")
+                return ImageError(FailureCode.UNREADABLE, _NOT_REGULAR)
             size = min(status.st_size, max_bytes)
             content = file.read(size + 1) or b""  # None: a file of the kernel's that would make us wait
             if size < len(content) <= max_bytes:  # it grows, or is of a kind that does not tell its size
                 content += file.read(max_bytes + 1 - len(content)) or b""
-    except FileNotFoundError:
+    except (OSError, ValueError, MemoryError) as error:
+        return _reason(error)
+    return content if len(content) <= max_bytes else _too_large(max(status.st_size, len(content)), max_bytes)
+
+
+def read_head(path: str, num_bytes: int, max_bytes: int) -> tuple[bytes, int] | ImageError:
+    """The first `num_bytes` of a regular file, or all of a shorter one, and its size; or why there are none."""
+    try:
+        with open(path, "rb", opener=open_without_waiting) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                return ImageError(FailureCode.UNREADABLE, _NOT_REGULAR)
+            content = file.read(num_bytes) or b""  # None: see `read_content`
+    except (OSError, ValueError, MemoryError) as error:
+        return _reason(error)
+    size = max(status.st_size, len(content))
+    return (content, size) if size <= max_bytes else _too_large(size, max_bytes)
+
+
+def _reason(error: Exception) -> ImageError:
+    """Why a file cannot be read."""
+    if isinstance(error, FileNotFoundError):
         return ImageError(FailureCode.MISSING, "the file does not exist")
-    except (OSError, ValueError) as error:
-        return ImageError(FailureCode.UNREADABLE, f"{type(error).__name__}: {error}"[:1000])  # it holds the path
-    except MemoryError:
+    if isinstance(error, MemoryError):
         return ImageError(FailureCode.OUT_OF_MEMORY, "no memory for the file's bytes")
-    if len(content) <= max_bytes:
-        return content
+    return ImageError(FailureCode.UNREADABLE, f"{type(error).__name__}: {error}"[:1000])  # it holds the path
+
+
+def _too_large(num_bytes: int, max_bytes: int) -> ImageError:
     return ImageError(
         FailureCode.TOO_LARGE,
-        f"the file has {max(status.st_size, len(content))} bytes, and a picture within --max-source-pixels "
-        f"{max_bytes} at most: raise that, or leave the file out",
+        f"the file has {num_bytes} bytes, and a picture within --max-source-pixels {max_bytes} at most: raise that, or "
+        "leave the file out",
     )
 
 
@@ -112,7 +137,8 @@ class ReadAhead:
 
     A file that takes longer than `timeout_seconds` fails as ``timeout``, and the others go on; one that is too large
     for any picture of `max_source_pixels` is not read. URLs are fetched through `remotes`, `downloads` at a time;
-    without `remotes` they fail.
+    without `remotes` they fail. While `glance` is on, files and URLs are read no further than it asks for, and come as
+    `GlancedImage`.
 
     Attributes:
         max_file_bytes: the size above which a file is not read.
@@ -125,11 +151,13 @@ class ReadAhead:
         max_source_pixels: int,
         remotes: Remotes | None = None,
         downloads: int = 32,
+        glance: Glance | None = None,
     ) -> None:
         self.max_file_bytes = MAX_OTHER_BYTES + BYTES_PER_PIXEL * max_source_pixels
         self.remotes = remotes
         self._timeout_seconds = timeout_seconds
         self._downloads = downloads
+        self._glance = glance
 
     def read(self, rows: Iterable[Row]) -> Iterator[EncodedImage]:
         """Yield the rows in order; those that have their content already pass through.
@@ -189,17 +217,22 @@ class ReadAhead:
 
     def _advance(self, row: UnreadRow) -> Row:
         """Read a small file, or find out how large it is."""
+        if self._is_glancing and row.num_bytes is None:
+            return self._glanced(row, read_head(row.path, HEAD_BYTES, self.max_file_bytes))
         if row.num_bytes is None and (num_bytes := _size_of(row.path)) > SMALL_FILE_BYTES:
             return replace(row, num_bytes=num_bytes)
-        return row.holding(read_content(row.path, self.max_file_bytes))
+        return self._holding(row, read_content(row.path, self.max_file_bytes))
 
     def _advance_url(self, row: UnreadRow, pause: Pause) -> Row:
         """Fetch what a URL names if it is small, or find out how large it is; it waits for its turn in `pause`."""
         if self.remotes is None:
             return row.holding(ImageError(FailureCode.UNREADABLE, f"{shown_url(row.path)} is a URL: not read here"))
-        stop_bytes = SMALL_FILE_BYTES if row.num_bytes is None else None
+        max_bytes, stop_bytes = self.max_file_bytes, SMALL_FILE_BYTES if row.num_bytes is None else None
         try:
-            found = self.remotes.read(row.path, self.max_file_bytes, stop_bytes, trusted=row.trusted, pause=pause)
+            if self._is_glancing and row.num_bytes is None:
+                head = self.remotes.read_head(row.path, HEAD_BYTES, max_bytes, trusted=row.trusted, pause=pause)
+                return self._glanced(row, head)
+            found = self.remotes.read(row.path, max_bytes, stop_bytes, trusted=row.trusted, pause=pause)
         except MemoryError:
             return row.holding(ImageError(FailureCode.OUT_OF_MEMORY, "no memory for the picture's bytes"))
         except StoppedError:
@@ -207,7 +240,30 @@ class ReadAhead:
         except Exception as error:  # noqa: BLE001  what people write as URLs, and servers answer, has no end
             msg = f"{shown_url(row.path)} cannot be read ({type(error).__name__}): leave it out, or download the file"
             return row.holding(ImageError(FailureCode.FETCH_FAILED, msg))
-        return replace(row, num_bytes=found) if isinstance(found, int) else row.holding(found)
+        return replace(row, num_bytes=found) if isinstance(found, int) else self._holding(row, found)
+
+    @property
+    def _is_glancing(self) -> bool:
+        return self._glance is not None and self._glance.is_on
+
+    def _glanced(self, row: UnreadRow, found: tuple[bytes, int] | ImageError) -> Row:
+        """What the first bytes of a file are good for; if they do not suffice, the row is to be read whole."""
+        assert self._glance is not None
+        if isinstance(found, ImageError):
+            return row.holding(found)
+        head, num_bytes = found
+        seen = self._glance.look(head, num_bytes)
+        if seen is None:
+            return replace(row, num_bytes=num_bytes)
+        return GlancedImage(row=row.row, key=row.key, content=head, columns=row.columns, num_bytes=num_bytes, seen=seen)
+
+    def _holding(self, row: UnreadRow, content: bytes | ImageError) -> EncodedImage:
+        """The row with all that its file holds."""
+        if not self._is_glancing or isinstance(content, ImageError):
+            return row.holding(content)
+        glanced = self._glanced(row, (content, len(content)))
+        assert isinstance(glanced, GlancedImage)  # with all there is, whoever looks can say something
+        return glanced
 
     def _late(self, row: UnreadRow) -> EncodedImage:
         where = "server or network" if is_url(row.path) else "disk or network"
