@@ -48,13 +48,14 @@ def count_operations(die_at: int | None, counter: Any) -> None:  # noqa: ANN401 
 def child(order: dict[str, Any], counter: Any) -> None:  # noqa: ANN401  see above
     """The run itself."""
     import vlmembed.run  # noqa: PLC0415  loaded by then
+    import vlmembed.stages  # noqa: PLC0415  the same
     from vlmembed.config import EncodeConfig  # noqa: PLC0415
     from vlmembed.errors import VlmembedError  # noqa: PLC0415
 
     if order.get("max_file_bytes"):
         resource.setrlimit(resource.RLIMIT_FSIZE, (order["max_file_bytes"],) * 2)
     if order.get("breaks"):
-        vlmembed.run.Patcher = BreakingPatcher  # type: ignore[attr-defined]
+        vlmembed.stages.Patcher = BreakingPatcher  # type: ignore[attr-defined]
     count_operations(order.get("die_at_operation"), counter)
     try:
         vlmembed.run.encode(EncodeConfig.from_dict(order["config"]))

@@ -59,7 +59,7 @@ def test_a_decode_that_hangs_fails_its_row_only(
 ) -> None:
     folder = many_pictures(tmp_path / "in", 24)
     spoil(folder, "0007.png", HANG)
-    monkeypatch.setattr("vlmembed.run.Patcher", BreakingPatcher)
+    monkeypatch.setattr("vlmembed.stages.Patcher", BreakingPatcher)
     settings = {"model": str(tiny_model), "timeout": 1.0, "decode": decode, "workers": 2}
     began = time.monotonic()
     report = run(folder, tmp_path / "out.parquet", **settings)
@@ -75,7 +75,7 @@ def test_a_decoder_that_crashes_costs_one_row_with_processes(
     crashing = ["0004.png", "0005.png", "0033.png", "0059.png"]
     for name in crashing:
         spoil(folder, name, CRASH)
-    monkeypatch.setattr("vlmembed.run.Patcher", BreakingPatcher)
+    monkeypatch.setattr("vlmembed.stages.Patcher", BreakingPatcher)
     report = run(folder, tmp_path / "out.parquet", model=str(tiny_model), decode="processes", workers=2)
     codes = codes_of(tmp_path / "out.parquet")
     assert [key for key, code in codes.items() if code == "decoder_crash"] == crashing

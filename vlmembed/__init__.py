@@ -1,7 +1,16 @@
 """vlmembed: offline batch image embedding.
 
     import vlmembed
-    report = vlmembed.encode(vlmembed.EncodeConfig(inputs=("./images",), output="out.parquet"))
+
+    report = vlmembed.encode("images", "out.parquet")  # files in, Parquet out
+    vlmembed.inspect("out.parquet").num_rows
+
+    with vlmembed.stream("images") as stream:  # the same rows as Arrow record batches, without a file
+        for batch in stream:
+            print(batch["id"].to_pylist())
+
+    tower = vlmembed.load_tower("dinov2-small")  # the packed tower alone
+    vectors = vlmembed.embed_pack(vlmembed.pack_images(pictures, tower), tower)
 
 Importing this package loads neither torch nor transformers; the first call does.
 """
@@ -15,33 +24,65 @@ from vlmembed.config import EncodeConfig
 from vlmembed.errors import VlmembedError
 
 if TYPE_CHECKING:
+    from vlmembed.api import encode, stream
     from vlmembed.exporter import export
+    from vlmembed.forecast import Forecast, plan
+    from vlmembed.inspection import Inspection, inspect
+    from vlmembed.keywords import Settings
     from vlmembed.merger import merge
+    from vlmembed.packed import embed_pack, embed_tokens, load_tower, pack_images
+    from vlmembed.recipes import load_recipe
     from vlmembed.report import RunReport
-    from vlmembed.run import encode
+    from vlmembed.streaming import Stream
     from vlmembed.tokens import TokenFeatures, read_tokens
-    from vlmembed.towers import load_tower
+    from vlmembed.verification import Verification, verify
 
 __all__ = [
     "EncodeConfig",
+    "Forecast",
+    "Inspection",
     "RunReport",
+    "Settings",
+    "Stream",
     "TokenFeatures",
+    "Verification",
     "VlmembedError",
+    "embed_pack",
+    "embed_tokens",
     "encode",
     "export",
+    "inspect",
+    "load_recipe",
     "load_tower",
     "merge",
+    "pack_images",
+    "plan",
     "read_tokens",
+    "stream",
+    "verify",
 ]
 
 _HOMES = {
+    "Forecast": "forecast",
+    "Inspection": "inspection",
     "RunReport": "report",
+    "Settings": "keywords",
+    "Stream": "streaming",
     "TokenFeatures": "tokens",
-    "encode": "run",
+    "Verification": "verification",
+    "embed_pack": "packed",
+    "embed_tokens": "packed",
+    "encode": "api",
     "export": "exporter",
-    "load_tower": "towers",
+    "inspect": "inspection",
+    "load_recipe": "recipes",
+    "load_tower": "packed",
     "merge": "merger",
+    "pack_images": "packed",
+    "plan": "forecast",
     "read_tokens": "tokens",
+    "stream": "api",
+    "verify": "verification",
 }
 
 
@@ -51,3 +92,8 @@ def __getattr__(name: str) -> object:
         return getattr(import_module(f"vlmembed.{_HOMES[name]}"), name)
     msg = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(msg)
+
+
+def __dir__() -> list[str]:
+    """What there is, loaded yet or not."""
+    return sorted({*globals(), *_HOMES})

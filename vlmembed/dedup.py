@@ -6,7 +6,7 @@ The hash is SHA-256, whole: 256 bits, never cut. The index lives on disk, so mem
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from vlmembed.database import open_scratch
 from vlmembed.errors import ImageError
@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from typing import Self
 
     from vlmembed.types import EncodedImage
+
+
+class Index(Protocol):
+    """Remembers which row showed a content first."""
+
+    def first_row(self, content_hash: bytes, row: int) -> int:
+        """The first row with this hash; `row` itself, which is then remembered, where there was none."""
+        ...
 
 
 class HashIndex:
@@ -60,7 +68,7 @@ class HashIndex:
         self.close()
 
 
-def ref_of(image: EncodedImage, content_hash: bytes | None, index: HashIndex | None) -> ImageRef:
+def ref_of(image: EncodedImage, content_hash: bytes | None, index: Index | None) -> ImageRef:
     """The writer's view of a row. Without a hash or an index the row stands for itself."""
     first_row = image.row
     if content_hash is not None and index is not None:
@@ -75,7 +83,7 @@ def ref_of(image: EncodedImage, content_hash: bytes | None, index: HashIndex | N
 
 
 def dedup(
-    images: Iterable[EncodedImage], index: HashIndex | None
+    images: Iterable[EncodedImage], index: Index | None
 ) -> Iterator[tuple[ImageRef, UniqueImage | Failure | None]]:
     """Pair every row's `ImageRef` with what is left to do for it.
 

@@ -13,7 +13,7 @@ import threading
 import time
 from contextlib import contextmanager
 from itertools import groupby, islice
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from vlmembed.config import STALL_TIMEOUTS
 from vlmembed.decoders import decode_in_order
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from vlmembed.config import EncodeConfig
     from vlmembed.decoders import DecodePool
-    from vlmembed.dedup import HashIndex
+    from vlmembed.dedup import Index
     from vlmembed.encoder import Encoder
     from vlmembed.layout import TowerLayout
     from vlmembed.patcher import Patched
@@ -76,6 +76,7 @@ DOING = {
     "encode": "encodes a pack",
     "await": "waits for results",
     "write": "writes",
+    "hand over": "waits until the batches before are taken",
 }
 """The clock's stages and waits, for people."""
 
@@ -84,7 +85,7 @@ class Pipeline:
     """The stages of one run, wired together.
 
     `find` gives the embedding of a content hash that need not be computed, for a row, or None. `hung` is called where a
-    run that was given up does not end.
+    run that was given up does not end. Who sets `stop` ends the run: `run` then returns, and rows are missing.
 
     Attributes:
         packing: what the packer did.
@@ -100,7 +101,7 @@ class Pipeline:
         config: EncodeConfig,
         *,
         source: Source,
-        index: HashIndex | None,
+        index: Index | None,
         find: Callable[[bytes, int], Embedded | None],
         decoders: DecodePool,
         layout: TowerLayout,
@@ -108,6 +109,7 @@ class Pipeline:
         writer: Writer,
         clock: StageClock,
         hung: Callable[[], None],
+        stop: threading.Event | None = None,
     ) -> None:
         assert config.max_tokens_per_batch is not None
         assert config.rows_per_part is not None
@@ -123,7 +125,7 @@ class Pipeline:
         self._encoder = encoder
         self._writer = writer
         self.clock = clock
-        self._stop = threading.Event()
+        self._stop = stop or threading.Event()
         self._packs: Channel[PackedBatch] = Channel(MAX_PACKS_WAITING, self._stop)
         self._events: Channel[Event] = Channel(MAX_EVENTS_WAITING, self._stop)
         self._errors: list[BaseException] = []
@@ -152,7 +154,29 @@ class Pipeline:
         """How many threads work in each stage."""
         return {"read": 1, "dedup": 1, "decode": self._num_workers, "pack": 1, "encode": 1, "write": 1}
 
-    def run(self, start: int, limit: int | None, bar: ProgressBar, *, after: str | None = None) -> None:
+    def moved(self) -> None:
+        """Tell the watchdog that a stage waits for what is outside of the run, so that nothing is wrong."""
+        self._watchdog.moved()
+
+    def figures(self, seconds: float) -> dict[str, Any]:
+        """What a `RunReport` tells of the work of this process, which took so many seconds."""
+        stage, share = self.clock.busiest(self.stage_threads, seconds)
+        return {
+            "num_found": self.num_found,
+            "num_encoded": self.num_encoded,
+            "num_tokens": self.num_tokens,
+            "num_splits": self._encoder.num_splits,
+            "num_replaced_decoders": self.num_replaced_decoders,
+            "num_lost_workers": self._encoder.num_lost,
+            "num_packs": self.packing.num_packs,
+            "packing_efficiency": self.packing.efficiency,
+            "num_malformed_exif": self.num_malformed_exif,
+            "seconds": seconds,
+            "slowest_stage": stage,
+            "slowest_share": share,
+        }
+
+    def run(self, start: int, limit: int | None, bar: ProgressBar | None, *, after: str | None = None) -> None:
         """Take the rows from `start` on through all stages; returns when the last one is committed.
 
         `limit` is the number of the row before which it ends; None is the source's end. `after` is the id that the row
@@ -308,7 +332,7 @@ class Pipeline:
                 logger.warning("row %d (%s): malformed EXIF ignored (%s)", image.row, image.key, patched.exif_problem)
             yield image, patched
 
-    def _encode(self, bar: ProgressBar) -> None:
+    def _encode(self, bar: ProgressBar | None) -> None:
         began = time.perf_counter()
         results = self._encoder.stream(self.clock.iterate("idle", self._packs.polled()))
         for result in self.clock.iterate("encode", results):
@@ -321,6 +345,8 @@ class Pipeline:
                 continue
             self.num_encoded += len(result.rows)
             self.num_tokens += sum(self._layout.num_tokens((h, w)) for h, w in result.grid_hw.tolist())
+            if bar is None:
+                continue
             seconds = time.perf_counter() - began
             bar.note(
                 num_encoded=self.num_encoded,

@@ -115,18 +115,27 @@ def _provenance_of(path: Path) -> dict[str, Any]:
         raise OutputError(msg) from error
 
 
-def make_plan(config: EncodeConfig, paths: OutputPaths, source: Source, earlier: Earlier) -> tuple[Plan, bool]:
+def make_plan(
+    config: EncodeConfig, paths: OutputPaths, source: Source, earlier: Earlier, *, part_divisor: int = 1
+) -> tuple[Plan, bool]:
     """Decide every ``auto``; tell whether what lies at the output is of this very run.
 
     What an earlier start of the same run decided is kept, except device and workers. All that the settings alone can
-    tell is told before the weights are read.
+    tell is told before the weights are read. `part_divisor` makes parts, where their size is not given, so many times
+    smaller.
 
     Raises:
         OutputError: it is of another run, and may not be replaced.
     """
     devices = weakest_first(pick_devices(config.device))
     blueprint = open_tower(os.fspath(config.model), revision=config.revision)
-    rule = _resize_rule(config, blueprint.layout)
+    rule = resize_rule(
+        blueprint.layout,
+        resize=config.resize,
+        min_pixels=config.min_pixels,
+        max_pixels=config.max_pixels,
+        max_source_pixels=config.max_source_pixels,
+    )
     _check_budget(config.max_tokens_per_batch, rule)
     vectors = vector_columns(config, blueprint)
     schema = output_schema(vectors, source.kept_schema)
@@ -158,7 +167,7 @@ def make_plan(config: EncodeConfig, paths: OutputPaths, source: Source, earlier:
         encoder.close()
         _check_may_replace(where, lines, config)
         before = None
-    decided = _decide_sizes(settled.config, blueprint, vectors, rule, devices[0].type)
+    decided = _decide_sizes(settled.config, blueprint, vectors, rule, devices[0].type, part_divisor=part_divisor)
     facts = make_provenance(
         config,
         decided,
@@ -310,7 +319,13 @@ def _check_budget(budget: int | None, rule: ResizeRule) -> None:
 
 
 def _decide_sizes(
-    config: EncodeConfig, blueprint: Blueprint, vectors: tuple[VectorColumn, ...], rule: ResizeRule, device_type: str
+    config: EncodeConfig,
+    blueprint: Blueprint,
+    vectors: tuple[VectorColumn, ...],
+    rule: ResizeRule,
+    device_type: str,
+    *,
+    part_divisor: int,
 ) -> EncodeConfig:
     """Output, limits, part size and threads."""
     pool = pick_pool(config, blueprint)
@@ -325,7 +340,7 @@ def _decide_sizes(
         resize=rule.mode,
         min_pixels=min_pixels,
         max_pixels=max_pixels,
-        rows_per_part=config.rows_per_part or _auto_rows_per_part(vectors, rule, device_type),
+        rows_per_part=config.rows_per_part or _auto_rows_per_part(vectors, rule, device_type, part_divisor),
         workers=config.workers or _auto_workers(device_type),
     )
 
@@ -339,34 +354,38 @@ def max_row_bytes(vectors: tuple[VectorColumn, ...], rule: ResizeRule, max_pixel
     return per_vector * pixels // (rule.layout.patch_size * rule.layout.merge_size) ** 2
 
 
-def _auto_rows_per_part(vectors: tuple[VectorColumn, ...], rule: ResizeRule, device_type: str) -> int:
-    rows = ROWS_PER_PART[device_type]
+def _auto_rows_per_part(
+    vectors: tuple[VectorColumn, ...], rule: ResizeRule, device_type: str, part_divisor: int
+) -> int:
+    rows = ROWS_PER_PART[device_type] // part_divisor
     if not vectors[0].per_token:
         return rows
     typical = max(1, max_row_bytes(vectors, rule, TYPICAL_PIXELS))
-    return max(MIN_TOKEN_ROWS, min(rows, TOKEN_PART_BYTES // typical))
+    return max(MIN_TOKEN_ROWS, min(rows, TOKEN_PART_BYTES // part_divisor // typical))
 
 
-def _resize_rule(config: EncodeConfig, layout: TowerLayout) -> ResizeRule:
-    """The native or the official rule with the limits that are given.
+def resize_rule(
+    layout: TowerLayout, *, resize: str, min_pixels: int | None, max_pixels: int | None, max_source_pixels: int
+) -> ResizeRule:
+    """The native or the official rule with the limits that are given, in pixels.
 
     Raises:
         ConfigError: the rule has no such limits.
         ModelError: the model's own processor is of a kind that is not known.
     """
-    mode = layout.default_resize if config.resize == "auto" else config.resize
+    mode = layout.default_resize if resize == "auto" else resize
     if mode == "official" and layout.official is None:
         msg = f"--resize official is not possible with this model: {layout.official_problem}; use --resize native"
         raise ModelError(msg)
-    if mode == "official" and (config.min_pixels or config.max_pixels):
+    if mode == "official" and (min_pixels or max_pixels):
         msg = (
             "--min-pixels and --max-pixels belong to --resize native; --resize official, which is this model's default "
             "where it has one size, has the model's own: add --resize native"
         )
         raise ConfigError(msg)
-    resize = layout.official if mode == "official" else layout.native.with_limits(config.min_pixels, config.max_pixels)
-    assert resize is not None
-    return ResizeRule(mode=mode, resize=resize, layout=layout, max_source_pixels=config.max_source_pixels)
+    chosen = layout.official if mode == "official" else layout.native.with_limits(min_pixels, max_pixels)
+    assert chosen is not None
+    return ResizeRule(mode=mode, resize=chosen, layout=layout, max_source_pixels=max_source_pixels)
 
 
 def _auto_workers(device_type: str) -> int:

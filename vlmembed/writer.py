@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -14,9 +14,29 @@ from vlmembed.parts import PartRecord
 from vlmembed.types import Embedded, EmbeddingBatch, EndOfInput, Failure, ImageRef
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
-    from vlmembed.parts import PartStore
+    from vlmembed.schema import VectorColumn
+
+
+class Store(Protocol):
+    """Where parts go: `vlmembed.parts.PartStore` on disk, `vlmembed.recent.MemoryStore` to who asked for them.
+
+    Attributes:
+        records: the parts that were committed before the writer began. vectors: the columns of vectors.
+    """
+
+    @property
+    def records(self) -> Sequence[PartRecord]: ...  # noqa: D102  see above
+
+    @property
+    def vectors(self) -> tuple[VectorColumn, ...]: ...  # noqa: D102  see above
+
+    def commit(self, record: PartRecord, columns: Mapping[str, Any], errors: Mapping[str, Any]) -> None:
+        """Take a part, whole. `columns` and `errors` are by name."""
+
+    def find(self, row: int) -> tuple[str, Embedded | Failure]:
+        """The id and the result that were committed for a row that is not a duplicate itself."""
 
 
 @dataclass(slots=True)
@@ -40,12 +60,13 @@ class Writer:
 
     `num_rows` is None where the source counts its rows by reading them: `EndOfInput` then tells.
     `on_computed` then gets what was encoded for it, with content hashes: what is committed, and nothing else, so that
-    the parts that a stopped run has still to make are not made another way because of it.
+    the parts that a stopped run has still to make are not made another way because of it. `on_distinct` gets the rows
+    of a committed part that are no duplicates, in order, with what became of them.
     """
 
     def __init__(
         self,
-        store: PartStore,
+        store: Store,
         *,
         num_rows: int | None,
         rows_per_part: int,
@@ -53,6 +74,7 @@ class Writer:
         on_error: str,
         on_commit: Callable[[PartRecord], None],
         on_computed: Callable[[list[tuple[bytes, Embedded]]], None],
+        on_distinct: Callable[[list[tuple[ImageRef, Embedded | Failure]]], None] | None = None,
     ) -> None:
         self._store = store
         self._num_rows = num_rows
@@ -61,8 +83,12 @@ class Writer:
         self._on_error = on_error
         self._on_commit = on_commit
         self._on_computed = on_computed
+        self._on_distinct = on_distinct
         self._open: dict[int, _OpenPart] = {}
         self._next_part = len(store.records)
+        self._counts: Counter[str] = Counter(embedded=0, duplicates=0, failed=0)
+        for record in store.records:
+            self._count(record)
 
     def add(self, item: ImageRef | Failure | Embedded | EmbeddingBatch | EndOfInput) -> None:
         """Take one value from upstream.
@@ -153,7 +179,15 @@ class Writer:
         self._store.commit(record, self._columns(images), _error_columns(failures))
         computed = [(ref.content_hash, image) for ref, image, _ in images if ref.row in part.computed]
         self._on_computed([(content_hash, image) for content_hash, image in computed if content_hash is not None])
+        if self._on_distinct is not None:
+            self._on_distinct([(ref, part.outcomes[ref.row]) for ref in part.refs if ref.first_row == ref.row])
+        self._count(record)
         self._on_commit(record)
+
+    def _count(self, record: PartRecord) -> None:
+        self._counts["embedded"] += record.num_embedded
+        self._counts["duplicates"] += record.num_duplicates
+        self._counts["failed"] += record.num_failed
 
     def _resolve(self, ref: ImageRef, part: _OpenPart, keys: dict[int, str]) -> tuple[str, Embedded | Failure]:
         """The id and the outcome of the first row with this content: in this part, or committed before."""
@@ -190,11 +224,7 @@ class Writer:
         Raises:
             AccountingError: rows read != embedded + duplicates + failed.
         """
-        counts: Counter[str] = Counter(embedded=0, duplicates=0, failed=0)
-        for record in self._store.records:
-            counts["embedded"] += record.num_embedded
-            counts["duplicates"] += record.num_duplicates
-            counts["failed"] += record.num_failed
+        counts = self._counts.copy()
         if self._open or counts.total() != num_rows_read or num_rows_read != self._num_rows:
             unfinished = [
                 f"part {number}: {len(part.refs)} of {part.num_rows} rows seen, {len(part.outcomes)} outcomes and "
