@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import os
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ class RunReport:
     """What a run did.
 
     Attributes:
-        output, errors: the two files; URLs where the output is remote.
+        output, errors: the two files; URLs where the output is remote; empty for a stream.
         num_rows: input rows = `num_embedded` + `num_duplicates` + `num_failed`.
         codes: failed rows by code. skipped: files that were no rows, by kind.
         already_complete: nothing was done, the output of this very run was there.
@@ -66,6 +67,17 @@ class RunReport:
     def failed_share(self) -> float:
         """Failed rows over all rows, 0 to 1."""
         return self.num_failed / self.num_rows
+
+    def exceeds(self, max_error_rate: float) -> bool:
+        """Whether this process has embedded, and more than this share of the rows has failed."""
+        return not self.already_complete and self.failed_share > max_error_rate
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        texts = {name: os.fspath(values[name]) for name in ("output", "errors")}
+        counted = {name: dict(values[name]) for name in ("codes", "skipped")}
+        return {**values, **texts, **counted}
 
     @classmethod
     def from_provenance(cls, paths: OutputPaths, facts: Mapping[str, Any]) -> Self:

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 from vlmembed.assembly import assemble
 from vlmembed.decode import own_pillow_settings
-from vlmembed.decode_processes import ProcessDecoders
-from vlmembed.decoders import ThreadDecoders
 from vlmembed.dedup import HashIndex
 from vlmembed.errors import ConfigError, NothingEmbeddedError, OutputError, RowFailedError
+from vlmembed.events import RunEvents
 from vlmembed.known import Known, check_reuse
 from vlmembed.mirror.mirror import open_mirror
 from vlmembed.mirror.remoterun import is_remote
@@ -28,7 +27,6 @@ from vlmembed.output import (
     write_manifest,
 )
 from vlmembed.parts import PartStore, storing
-from vlmembed.patcher import Patcher
 from vlmembed.pipeline import Pipeline
 from vlmembed.planning import Earlier, Plan, find_earlier, make_plan, max_row_bytes
 from vlmembed.progress import ProgressBar, StageClock
@@ -37,7 +35,8 @@ from vlmembed.report import RunReport
 from vlmembed.retry import Retry
 from vlmembed.reuse import EarlierOutputs
 from vlmembed.sources import open_source
-from vlmembed.suspects import SuspectRows, read_suspects
+from vlmembed.stages import decoders_of
+from vlmembed.suspects import read_suspects
 from vlmembed.writer import Writer
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from vlmembed.config import EncodeConfig
-    from vlmembed.decoders import DecodePool
+    from vlmembed.events import Event
     from vlmembed.mirror.mirror import Mirror
     from vlmembed.parts import PartRecord
 
@@ -54,11 +53,19 @@ logger = logging.getLogger(__name__)
 SUSPECTS = "decoding.slots"
 
 
-def encode(config: EncodeConfig, *, progress: bool = False, hung: Callable[[], None] = lambda: None) -> RunReport:
+def encode(
+    config: EncodeConfig,
+    *,
+    progress: bool = False,
+    hung: Callable[[], None] = lambda: None,
+    on_event: Callable[[Event], None] | None = None,
+) -> RunReport:
     """Embed every image of ``config.inputs`` into ``config.output``; go on where an earlier start stopped.
 
     `progress` draws a bar on stderr. `hung` is called when a run in which nothing moved was given up and could not be
-    ended, because a thread is stuck in foreign code: a process of its own can do no better than exit.
+    ended, because a thread is stuck in foreign code: a process of its own can do no better than exit. `on_event` gets a
+    dict of plain values (see `vlmembed.events`) when the work begins, with every part that is committed, and at the
+    end; it is called from different threads, never twice at a time, and the run waits for it.
 
     Raises:
         UsageError: a setting, an input or the output must be changed; nothing was written.
@@ -67,15 +74,25 @@ def encode(config: EncodeConfig, *, progress: bool = False, hung: Callable[[], N
     if not os.fspath(config.output):
         msg = "no output given: name a file like out.parquet, a folder like out/, or a Lance dataset like out.lance"
         raise ConfigError(msg)
-    if not is_remote(config.output):
-        return _encode(config, OutputPaths.of(config.output), None, progress=progress, hung=hung)
-    with open_mirror(config) as mirror:
-        report = _encode(config, mirror.paths, mirror, progress=progress, hung=hung)
-        return replace(report, **mirror.names)
+    events = RunEvents(on_event)
+    if is_remote(config.output):
+        with open_mirror(config) as mirror:
+            report = _encode(config, mirror.paths, mirror, events, progress=progress, hung=hung)
+            report = replace(report, **mirror.names)
+    else:
+        report = _encode(config, OutputPaths.of(config.output), None, events, progress=progress, hung=hung)
+    events.ended(report, max_error_rate=config.max_error_rate)
+    return report
 
 
 def _encode(
-    config: EncodeConfig, paths: OutputPaths, mirror: Mirror | None, *, progress: bool, hung: Callable[[], None]
+    config: EncodeConfig,
+    paths: OutputPaths,
+    mirror: Mirror | None,
+    events: RunEvents,
+    *,
+    progress: bool,
+    hung: Callable[[], None],
 ) -> RunReport:
     """A run whose files are at `paths`; with a `mirror`, what lies at the other side counts."""
     began = time.perf_counter()
@@ -110,7 +127,7 @@ def _encode(
             return report
         stack.enter_context(lock(paths.partial))
         _begin(plan, config, earlier, mirror, is_new=not same)
-        return _run(plan, retry, mirror, began=began, progress=progress, hung=hung)
+        return _run(plan, retry, mirror, events, began=began, progress=progress, hung=hung)
 
 
 def _begin(plan: Plan, config: EncodeConfig, earlier: Earlier, mirror: Mirror | None, *, is_new: bool) -> None:
@@ -188,6 +205,7 @@ def _run(
     plan: Plan,
     retry: Retry | None,
     mirror: Mirror | None,
+    events: RunEvents,
     *,
     began: float,
     progress: bool,
@@ -206,9 +224,11 @@ def _run(
     _check_failures(plan.config, sum(record.num_failed for record in store.records))
     if start:
         logger.info("going on at row %d", start)
+    shown = plan.paths.output if mirror is None else mirror.names["output"]
+    events.started(plan.config, plan.facts, output=str(shown), num_rows=plan.num_rows, num_resumed=start)
     ready = time.perf_counter()
     with _output_to_fill(plan, retry) as earlier:
-        pipeline, writer = _run_pipeline(plan, store, mirror, earlier, progress=progress, hung=hung)
+        pipeline, writer = _run_pipeline(plan, store, mirror, earlier, events, progress=progress, hung=hung)
         counts = writer.finish(pipeline.num_rows_read)
         if mirror is not None:
             mirror.flush()
@@ -229,26 +249,14 @@ def _run(
         msg = f"not one of {num_rows} rows has an embedding ({shown}); the reasons are in {plan.paths.errors}"
         raise NothingEmbeddedError(msg)
     seconds = time.perf_counter() - ready
-    stage, share = pipeline.clock.busiest(pipeline.stage_threads, seconds)
     return replace(
         RunReport.from_provenance(plan.paths, facts),
         already_complete=False,
         num_resumed=start,
-        num_found=pipeline.num_found,
         num_retried=0 if retry is None else retry.source.num_rows,
         num_recovered=0 if retry is None else retry.source.num_rows - counts["failed"],
-        num_encoded=pipeline.num_encoded,
-        num_tokens=pipeline.num_tokens,
-        num_splits=plan.encoder.num_splits,
-        num_replaced_decoders=pipeline.num_replaced_decoders,
-        num_lost_workers=plan.encoder.num_lost,
-        num_packs=pipeline.packing.num_packs,
-        packing_efficiency=pipeline.packing.efficiency,
-        num_malformed_exif=pipeline.num_malformed_exif,
         setup_seconds=ready - began,
-        seconds=seconds,
-        slowest_stage=stage,
-        slowest_share=share,
+        **pipeline.figures(seconds),
     )
 
 
@@ -274,6 +282,7 @@ def _run_pipeline(
     store: PartStore,
     mirror: Mirror | None,
     earlier: EarlierOutputs | None,
+    events: RunEvents,
     *,
     progress: bool,
     hung: Callable[[], None],
@@ -286,12 +295,13 @@ def _run_pipeline(
         index = stack.enter_context(_index(config, store, plan.paths))
         known = stack.enter_context(Known(config, plan.facts["fingerprint"], plan.vectors, folder, more=more))
         bar = stack.enter_context(closing(ProgressBar(plan.num_rows, initial=start, enabled=progress)))
-        decoders = stack.enter_context(_decoders(plan))
+        decoders = stack.enter_context(decoders_of(plan, folder / SUSPECTS))
 
         def on_commit(record: PartRecord) -> None:
             bar.committed(record.num_rows)
             if mirror is not None:
                 mirror.add(store.records[-1])  # with the hashes of its files
+            events.committed(record, pipeline)
 
         assert config.rows_per_part is not None
         writer = Writer(
@@ -320,27 +330,6 @@ def _run_pipeline(
         else:
             pipeline.run(start, plan.num_rows, bar)
     return pipeline, writer
-
-
-@contextmanager
-def _decoders(plan: Plan) -> Iterator[DecodePool]:
-    """The decoding threads or processes."""
-    config = plan.config
-    assert config.workers is not None
-    patcher = Patcher(rule=plan.rule, max_source_pixels=config.max_source_pixels, hash_pixels=config.dedup == "pixels")
-    if config.decode == "processes":
-        with ProcessDecoders(patcher, num_processes=config.workers, timeout_seconds=config.timeout) as processes:
-            yield processes
-        return
-    with storing(plan.paths.partial / SUSPECTS):
-        rows = SuspectRows(plan.paths.partial / SUSPECTS, 4 * config.workers)
-    with (
-        closing(rows) as suspects,
-        ThreadDecoders(
-            patcher, num_threads=config.workers, timeout_seconds=config.timeout, suspects=suspects
-        ) as threads,
-    ):
-        yield threads
 
 
 @contextmanager

@@ -142,7 +142,7 @@ def _problem(name: str, *, capability: int | None, dtype: str, head_dim: int) ->
 
 
 def table() -> list[tuple[str, ...]]:
-    """One row per backend, for README and ``vlmembed models``."""
+    """One row per backend, for docs/devices.md and ``vlmembed models``."""
     head = ("--attention", "What it is", "Runs on", "Install", "Executed on")
     rows = [
         (backend.name, backend.title, backend.runs_on, backend.install or "-", backend.executed)

@@ -19,6 +19,8 @@ from vlmembed.cli.export import export
 from vlmembed.cli.inspect import inspect
 from vlmembed.cli.merge import merge
 from vlmembed.cli.models import models
+from vlmembed.cli.plan import plan
+from vlmembed.cli.run import run
 from vlmembed.cli.verify import verify
 from vlmembed.errors import UsageError, VlmembedError
 
@@ -31,7 +33,7 @@ def cli() -> None:
     """Turn piles of images into Parquet files of vision-transformer embeddings."""
 
 
-for command in (encode, inspect, verify, merge, export, models):
+for command in (encode, run, plan, inspect, verify, merge, export, models):
     cli.add_command(command)
 
 

@@ -8,23 +8,41 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from vlmembed.cli.eventlog import event_log
 from vlmembed.cli.exits import EXIT_FAILED, EXIT_TOO_MANY_ERRORS
 from vlmembed.cli.options import config_options, set_up_logging
 from vlmembed.config import EncodeConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from vlmembed.report import RunReport
+
+
+def run_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Flags of the commands that run. They change nothing in an output, so they are no settings."""
+    for option in (
+        click.option("-v", "--verbose", is_flag=True, help="Log more on stderr."),
+        click.option("--no-progress", is_flag=True, help="No bar, also on a terminal."),
+        click.option("--log-json", metavar="FILE", help="Append an event per committed part, a line of JSON each."),
+    ):
+        command = option(command)
+    return command
 
 
 @click.command()
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
 @click.argument("output")
 @config_options
-@click.option("--no-progress", is_flag=True, help="No bar, also on a terminal.")
-@click.option("-v", "--verbose", is_flag=True, help="Log more on stderr.")
-def encode(*, no_progress: bool, verbose: bool, keep_columns: tuple[str, ...], **settings: Any) -> None:  # noqa: ANN401
+@run_options
+def encode(
+    *,
+    no_progress: bool,
+    verbose: bool,
+    log_json: str | None,
+    keep_columns: tuple[str, ...],
+    **settings: Any,  # noqa: ANN401
+) -> None:
     """Embed the pictures of INPUT... into the Parquet file OUTPUT (or a folder, OUTPUT/, or a Lance dataset, x.lance).
 
     INPUT is a folder, picture, pattern, Parquet file, tar, zip, Hugging Face or Lance dataset, a list of paths or URLs
@@ -34,15 +52,27 @@ def encode(*, no_progress: bool, verbose: bool, keep_columns: tuple[str, ...], *
     """
     set_up_logging(verbose=verbose)
     kept = tuple(name for given in keep_columns for name in given.split(",") if name)
-    config = EncodeConfig(keep_columns=kept, **settings)
-    progress = sys.stderr.isatty() and not no_progress
-    if progress:
-        click.echo(f"listing the inputs, loading {config.model} ...", err=True)
-    from vlmembed.run import encode as run_encode  # noqa: PLC0415  loads torch
+    run_to_exit(EncodeConfig(keep_columns=kept, **settings), progress=not no_progress, log_json=log_json)
 
-    report = run_encode(config, progress=progress, hung=lambda: os._exit(EXIT_FAILED))
-    click.echo(describe_report(report))
-    if not report.already_complete and report.failed_share > config.max_error_rate:
+
+def run_to_exit(config: EncodeConfig, *, progress: bool, log_json: str | None) -> None:
+    """Run and print the summary; exit where too many rows failed. What ends the run otherwise is raised.
+
+    `progress` allows a bar, which only a terminal gets. `log_json` is the file for events.
+    """
+    is_shown = progress and sys.stderr.isatty()
+    with event_log(log_json, config) as log:
+        if is_shown:
+            click.echo(f"listing the inputs, loading {config.model} ...", err=True)
+        from vlmembed.run import encode as run_encode  # noqa: PLC0415  loads torch
+
+        def hung() -> None:
+            log.failed()
+            os._exit(EXIT_FAILED)
+
+        report = run_encode(config, progress=is_shown, hung=hung, on_event=log.write)
+        click.echo(describe_report(report))
+    if report.exceeds(config.max_error_rate):
         click.echo(
             f"{report.failed_share:.1%} of the rows failed, more than --max-error-rate {config.max_error_rate:.1%}: "
             f"exit code {EXIT_TOO_MANY_ERRORS}",

