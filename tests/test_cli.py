@@ -1,10 +1,9 @@
-"""The command line is thin: light to start, its defaults the config's own, its commands those of the README."""
+"""The command line is thin: light to start, its defaults the config's own."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-import shlex
 import subprocess
 import sys
 import tomllib
@@ -12,16 +11,12 @@ from typing import TYPE_CHECKING
 
 import click
 import pytest
-from click.testing import CliRunner
-from conftest import ROOT, SAMPLES
+from conftest import SAMPLES
 
 import vlmembed
-from vlmembed.attention import backends
-from vlmembed.cli import cli, exits
 from vlmembed.cli.encode import encode
 from vlmembed.config import EncodeConfig
-from vlmembed.errors import ConfigError, FailureCode
-from vlmembed.towers.families import table
+from vlmembed.errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,7 +57,7 @@ def test_importing_the_package_does_not_load_torch() -> None:
     script = "import sys, vlmembed; vlmembed.EncodeConfig; assert 'torch' not in sys.modules; vlmembed.load_tower"
     subprocess.run([sys.executable, "-c", script], check=True)
     assert set(vlmembed.__all__) <= set(dir(vlmembed)) | set(vlmembed._HOMES)
-    assert vlmembed.encode.__module__ == "vlmembed.run"
+    assert vlmembed.encode.__module__ == "vlmembed.api"
     with pytest.raises(AttributeError, match="no attribute 'nope'"):
         vlmembed.nope  # noqa: B018  the look-up is the test
 
@@ -101,71 +96,3 @@ def test_config_round_trips_through_toml() -> None:
         EncodeConfig.from_toml("=")
     with pytest.raises(ConfigError, match="dedup is 'hash'; it can be bytes, pixels, none"):
         EncodeConfig(inputs=("a",), output="o", dedup="hash")
-
-
-def test_the_readme_lists_every_code_and_exit_code() -> None:
-    readme = (ROOT / "README.md").read_text()
-    for code in FailureCode:
-        assert f"`{code}`" in readme
-    for number in (exits.EXIT_FAILED, exits.EXIT_USAGE, exits.EXIT_TOO_MANY_ERRORS, exits.EXIT_INTERRUPTED):
-        assert re.search(rf"^\| {number} \|", readme, re.MULTILINE)
-
-
-def test_what_the_readme_says_of_faults_is_shown_by_tests_that_exist() -> None:
-    table = (ROOT / "README.md").read_text().split("### What happens when…")[1].split("\n\n")[1]
-    named = [line.split("|")[3].strip().strip("`") for line in table.splitlines()[2:]]
-    assert len(named) > 12
-    for test in named:
-        file, _, name = test.partition("::")
-        content = (ROOT / "tests" / file).read_text()
-        assert f"def {name}(" in content if name else "def test_" in content, test
-
-
-def test_the_readme_is_finished() -> None:
-    assert "@@" not in (ROOT / "README.md").read_text()
-
-
-def readme_commands() -> list[str]:
-    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
-    return [line for line in lines if line.startswith("vlmembed ")]
-
-
-def test_the_readmes_commands_run(tmp_path: Path, builtin_folder: Path) -> None:
-    """`make` and `pip` lines are CI's own business; every `vlmembed` line is run here, in order."""
-    assert builtin_folder.exists()
-    (tmp_path / "images").symlink_to(SAMPLES / "drawings")
-    commands = readme_commands()
-    assert len(commands) >= 4
-    for command in commands:
-        words = [sys.executable, "-m", "vlmembed", *shlex.split(command)[1:]]
-        run = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert run.returncode == 0, f"{command}: {run.stderr}"
-
-
-def test_the_readmes_python_runs(tmp_path: Path, builtin_folder: Path) -> None:
-    assert builtin_folder.exists()
-    (tmp_path / "images").symlink_to(SAMPLES / "drawings")
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert blocks
-    for block in blocks:
-        subprocess.run([sys.executable, "-c", block], cwd=tmp_path, check=True)
-
-
-def test_the_readmes_table_of_models_is_the_programs() -> None:
-    head, *rows = table()
-    lines = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
-    assert "\n".join(lines) in (ROOT / "README.md").read_text()
-    shown = CliRunner().invoke(cli, ["models"]).output
-    for row in rows:
-        assert all(cell in shown for cell in row)
-
-
-def test_the_readmes_table_of_attention_is_the_programs() -> None:
-    head, *rows = backends.table()
-    commands = [[f"`{cell}`" if n == 3 and cell != "-" else cell for n, cell in enumerate(row)] for row in rows]
-    lines = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *commands)]
-    assert "\n".join(lines) in (ROOT / "README.md").read_text()
-    shown = CliRunner().invoke(cli, ["models"]).output
-    for row in rows:
-        assert all(cell in shown for cell in row)
