@@ -32,6 +32,8 @@ STRICT_PAGES = ("README.md", "python.md")
 """Elsewhere an example's own functions may go without annotations."""
 
 SIGNATURES = {
+    "compare": "(path: 'str | os.PathLike[str]', against: 'str | os.PathLike[str]', *, tolerance: 'float | None' = "
+    "None) -> 'Comparison'",
     "embed_pack": "(batch: 'PackedBatch', tower: 'Tower', *, pool: 'str' = 'auto', normalize: 'bool' = True) "
     "-> 'torch.Tensor'",
     "embed_tokens": "(batch: 'PackedBatch', tower: 'Tower') -> 'list[torch.Tensor]'",
@@ -47,8 +49,8 @@ SIGNATURES = {
     "False) -> 'RunReport'",
     "pack_images": "(images: 'Sequence[Image.Image | UInt8Array]', tower: 'Tower', *, resize: 'str' = 'auto', "
     "min_pixels: 'int | None' = None, max_pixels: 'int | None' = None) -> 'PackedBatch'",
-    "plan": "(config: 'EncodeConfig', *, hash_contents: 'bool' = False, num_sampled: 'int | None' = None, seed: 'int' "
-    "= 0, calibration_seconds: 'float' = 10.0) -> 'Forecast'",
+    "plan": "(inputs: 'EncodeConfig | Name | Sequence[Name]', *, hash_contents: 'bool' = False, num_sampled: "
+    "'int | None' = None, seed: 'int' = 0, calibration_seconds: 'float' = 10.0, **settings: 'Any') -> 'Forecast'",
     "read_tokens": "(path: 'str | os.PathLike[str]', ids: 'Iterable[str]', *, allow_local_urls: 'bool' = False) -> "
     "'dict[str, TokenFeatures]'",
     "stream": "(inputs: 'EncodeConfig | Name | Sequence[Name]', **settings: 'Any') -> 'Stream'",
@@ -57,6 +59,7 @@ SIGNATURES = {
 }
 
 SAID = {
+    "compare": ("|a - b| / |b|",),
     "EncodeConfig": ("in pixels", "in tokens", "seconds", "0 to 1"),
     "TokenFeatures": ("(tokens, D)", "float16 or float32"),
     "embed_pack": ("float32 (N, D)",),
@@ -80,6 +83,7 @@ def test_the_names_are_these() -> None:
     assert sorted(vlmembed.__all__) == vlmembed.__all__
     assert public(inspect.isfunction) == list(SIGNATURES)
     assert public(inspect.isclass) == [
+        "Comparison",
         "EncodeConfig",
         "Forecast",
         "Inspection",
@@ -211,6 +215,7 @@ assert_type(vlmembed.embed_tokens(batch, tower), list[torch.Tensor])
 assert_type(vlmembed.inspect("o.parquet"), vlmembed.Inspection)
 assert_type(vlmembed.verify(Path("o.parquet"), num_rows=None), vlmembed.Verification)
 assert_type(vlmembed.plan(vlmembed.load_recipe("run.toml")), vlmembed.Forecast)
+assert_type(vlmembed.plan(["a", "b"], num_sampled=3, max_pixels=9), vlmembed.Forecast)
 
 
 def mine(**settings: Unpack[vlmembed.Settings]) -> vlmembed.Stream:

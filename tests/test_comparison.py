@@ -16,10 +16,10 @@ from outputs import KINDS, key_of
 from outputs import Rows as MadeRows
 from test_cache import POOLED
 
-from vlmembed import alignment
-from vlmembed.alignment import Alignment
+from vlmembed.checking import alignment
+from vlmembed.checking.alignment import Alignment
+from vlmembed.checking.comparison import Comparison, Rows, compare
 from vlmembed.cli import cli
-from vlmembed.comparison import Comparison, Rows, compare
 from vlmembed.errors import ConfigError, InputError, UsageError
 from vlmembed.output import errors_beside, is_folder_output
 from vlmembed.schema import PROVENANCE_KEY, VectorColumn
@@ -306,7 +306,7 @@ def test_rows_in_another_order_are_found(
     name: str, window: int, stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(alignment, "WINDOW_ROWS", window)
-    monkeypatch.setattr("vlmembed.comparison.BATCH_ROWS", window)
+    monkeypatch.setattr("vlmembed.checking.comparison.BATCH_ROWS", window)
     orders = {
         "reversed": list(range(58))[::-1],
         "shuffled": np.random.default_rng(0).permutation(58).tolist(),
@@ -326,7 +326,7 @@ def test_rows_that_are_missing_in_places_do_not_hide_others(
     window: int, stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(alignment, "WINDOW_ROWS", window)
-    monkeypatch.setattr("vlmembed.comparison.BATCH_ROWS", window)
+    monkeypatch.setattr("vlmembed.checking.comparison.BATCH_ROWS", window)
     there = [row for row in range(58) if row not in (0, 5, 6, *range(20, 32), 57)]
     output = altered(stored, tmp_path / "out.parquet", in_order(there))
     ids = pq.read_table(stored)["id"].to_pylist()

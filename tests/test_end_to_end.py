@@ -29,7 +29,7 @@ from vlmembed.cli import main
 from vlmembed.config import EncodeConfig
 from vlmembed.encoder import Encoder
 from vlmembed.errors import ConfigError, InputError, NothingEmbeddedError, OutputError, RowFailedError
-from vlmembed.inspection import inspect
+from vlmembed.inspection.reading import inspect
 from vlmembed.parts import PartStore
 from vlmembed.schema import read_provenance
 

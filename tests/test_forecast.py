@@ -23,23 +23,22 @@ from PIL import Image
 from servers import http_server
 
 import vlmembed
-from vlmembed import forecast
 from vlmembed.batch import PackCost
 from vlmembed.cli import main
 from vlmembed.cli.plan import describe_forecast
 from vlmembed.config import EncodeConfig
 from vlmembed.errors import ConfigError, InputError
-from vlmembed.estimate import alone_shares, run_seconds, stage_seconds
-from vlmembed.sampling import random_rows, spread_rows
+from vlmembed.forecast.estimate import alone_shares, run_seconds, stage_seconds
+from vlmembed.forecast.sampling import random_rows, spread_rows
+from vlmembed.forecast.survey import Survey
+from vlmembed.forecast.trial import Timings
 from vlmembed.sources import readahead
 from vlmembed.sources.glance import HEAD_BYTES
-from vlmembed.survey import Survey
-from vlmembed.trial import Timings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from vlmembed.prediction import Forecast
+    from vlmembed.forecast.prediction import Forecast
     from vlmembed.report import RunReport
 
 NO_CALIBRATION = {"calibration_seconds": 0}
@@ -47,7 +46,7 @@ NO_CALIBRATION = {"calibration_seconds": 0}
 
 def plan(inputs: object, model: Path, *, looking: dict[str, Any] | None = None, **settings: Any) -> Forecast:  # noqa: ANN401
     config = EncodeConfig(inputs=(str(inputs),), model=str(model), device="cpu", **settings)
-    return forecast.plan(config, **(NO_CALIBRATION | (looking or {})))
+    return vlmembed.plan(config, **(NO_CALIBRATION | (looking or {})))
 
 
 def run(inputs: object, model: Path, output: Path, **settings: Any) -> RunReport:  # noqa: ANN401
@@ -287,7 +286,7 @@ def test_the_outputs_size_is_foreseen(
         rows_per_part=40,
         **settings,
     )
-    found = forecast.plan(config, calibration_seconds=0.05, hash_contents=True)
+    found = vlmembed.plan(config, calibration_seconds=0.05, hash_contents=True)
     assert not path.exists()
     vlmembed.encode(config)
     written = [path] if path.is_file() else list(path.glob("part-*.parquet"))
@@ -315,7 +314,7 @@ def test_a_calibration_gives_a_time(mixed: Path, tiny_model: Path) -> None:
 @pytest.mark.slow
 def test_decoding_in_processes_and_on_two_workers_is_tried_as_it_runs(mixed: Path, tiny_model: Path) -> None:
     config = EncodeConfig(inputs=(str(mixed),), model=str(tiny_model), device="cpu,cpu", decode="processes", workers=1)
-    found = forecast.plan(config, calibration_seconds=0.01)
+    found = vlmembed.plan(config, calibration_seconds=0.01)
     assert found.seconds is not None
     assert found.device == "cpu,cpu"
 

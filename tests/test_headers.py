@@ -17,7 +17,7 @@ from servers import put_s3, s3_server, use_s3
 from vlmembed.config import DEFAULT_MAX_SOURCE_PIXELS
 from vlmembed.decode import Header, decode, own_pillow_settings, read_header, read_header_of_head
 from vlmembed.errors import FailureCode, ImageError
-from vlmembed.histogram import Bin, Spread
+from vlmembed.forecast.histogram import Bin, Spread
 from vlmembed.remote.remotes import Remotes
 from vlmembed.sources.glance import HEAD_BYTES, Glance, GlancedImage
 from vlmembed.sources.readahead import ReadAhead, UnreadRow

@@ -22,14 +22,14 @@ from vlmembed.cli import cli
 from vlmembed.cli.inspect import describe_inspection
 from vlmembed.config import EncodeConfig
 from vlmembed.errors import ConfigError, InputError, OutputError
-from vlmembed.inspection import inspect
+from vlmembed.inspection.reading import inspect
+from vlmembed.inspection.unfinished import is_held
 from vlmembed.mirror.remoterun import line_of, run_of
 from vlmembed.output import lock
 from vlmembed.recipes import load_recipe
 from vlmembed.remote.remotes import Remotes
 from vlmembed.run import encode
 from vlmembed.schema import ERRORS_SCHEMA, with_provenance
-from vlmembed.unfinished import is_held
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -222,7 +222,7 @@ def test_a_run_that_finishes_while_it_is_looked_at(tmp_path: Path, monkeypatch: 
         rows.assemble()
         raise InputError
 
-    monkeypatch.setattr("vlmembed.inspection.read_failures", finished_meanwhile)
+    monkeypatch.setattr("vlmembed.inspection.reading.read_failures", finished_meanwhile)
     with pytest.raises(InputError, match="has changed while it was read: look again"):
         inspect(tmp_path / "out.parquet")
     monkeypatch.undo()

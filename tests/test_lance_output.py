@@ -18,14 +18,14 @@ from test_end_to_end import many_pictures, run
 from test_retry import repair, settings_of
 from test_reuse import found_in, open_earlier
 
+from vlmembed.checking.verification import verify
 from vlmembed.errors import AccountingError, ConfigError, InputError, MissingExtraError, OutputError, StorageError
 from vlmembed.finished import FinishedOutput, open_rows, read_tables
-from vlmembed.inspection import inspect
+from vlmembed.inspection.reading import inspect
 from vlmembed.lance_output import LanceRows, check_lance_schema, write_lance
 from vlmembed.output import PUBLICATION, OutputPaths, drop, finish_publication
 from vlmembed.parts import LINES
 from vlmembed.schema import read_provenance
-from vlmembed.verification import verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -14,10 +14,10 @@ from conftest import noise
 from servers import http_server
 
 import vlmembed
+from vlmembed.checking.verification import verify
 from vlmembed.errors import ConfigError, FailureCode, ImageError, InputError, NothingEmbeddedError
 from vlmembed.sources import open_source
 from vlmembed.sources.names import expand_braces, url_pattern
-from vlmembed.verification import verify
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,14 +16,14 @@ from test_end_to_end import many_pictures, run
 
 from vlmembed import merger as merge_module
 from vlmembed import overlap
+from vlmembed.checking.verification import verify
 from vlmembed.errors import AccountingError, InputError, NothingEmbeddedError, OutputError, StorageError
 from vlmembed.finished import FinishedOutput
-from vlmembed.inspection import inspect
+from vlmembed.inspection.reading import inspect
 from vlmembed.merger import merge
 from vlmembed.overlap import Overlap
 from vlmembed.parts import PartRecord
 from vlmembed.schema import with_provenance
-from vlmembed.verification import verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -20,8 +20,8 @@ from servers import put_s3, s3_server, use_s3
 from test_comparison import drifted
 
 import vlmembed
+from vlmembed.checking.comparison import compare
 from vlmembed.cli import cli
-from vlmembed.comparison import compare
 from vlmembed.config import EncodeConfig
 from vlmembed.errors import ConfigError, InputError
 from vlmembed.finished import FinishedOutput

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 from test_end_to_end import run
 
+from vlmembed.checking.verification import verify
 from vlmembed.config import EncodeConfig
 from vlmembed.errors import ConfigError, InputError, OutputError
 from vlmembed.finished import FinishedOutput
@@ -19,7 +20,6 @@ from vlmembed.provenance import difference, encoder_fingerprint
 from vlmembed.shards import parse_shard, shard_text
 from vlmembed.sources import open_source
 from vlmembed.sources.shard import ShardSource, shard_entries, split_files
-from vlmembed.verification import verify
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -21,7 +21,6 @@ import pytest
 from conftest import noise
 
 import vlmembed
-from vlmembed.background import BackgroundRun
 from vlmembed.config import EncodeConfig
 from vlmembed.encoder import Encoder
 from vlmembed.errors import (
@@ -35,8 +34,9 @@ from vlmembed.errors import (
     UsageError,
 )
 from vlmembed.pipeline import Pipeline
-from vlmembed.recent import MAX_RECENT_BYTES, ROW_BYTES, MemoryStore, RecentHashes, StreamedPart, num_recent
 from vlmembed.schema import ERRORS_SCHEMA, VectorColumn, output_schema, read_provenance
+from vlmembed.streaming.background import BackgroundRun
+from vlmembed.streaming.recent import MAX_RECENT_BYTES, ROW_BYTES, MemoryStore, RecentHashes, StreamedPart, num_recent
 from vlmembed.types import Embedded, Failure, ImageRef
 
 if TYPE_CHECKING:
@@ -437,7 +437,7 @@ print(next(stream).num_rows)
 def test_a_repeat_of_a_forgotten_picture_is_encoded_again(
     tmp_path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vlmembed.background.num_recent", lambda *_: 3)
+    monkeypatch.setattr("vlmembed.streaming.background.num_recent", lambda *_: 3)
     order = [0, 1, 0, 2, 0, 3, 4, 0, 1, 1]  # 0 is forgotten when the fourth other content comes
     for row, seed in enumerate(order):
         (tmp_path / f"{row}.png").write_bytes(picture(seed))

@@ -25,7 +25,7 @@ from vlmembed.cli import cli
 from vlmembed.config import EncodeConfig
 from vlmembed.encoder import Encoder
 from vlmembed.errors import ConfigError, ModelError, NothingEmbeddedError, OutputError
-from vlmembed.inspection import inspect
+from vlmembed.inspection.reading import inspect
 from vlmembed.parts import PartStore
 from vlmembed.schema import read_provenance, with_provenance
 from vlmembed.towers.blueprint import Blueprint

@@ -12,9 +12,9 @@ import pytest
 from conftest import SAMPLES
 from test_end_to_end import many_pictures, run
 
-from vlmembed.deviation import deviation_of
+from vlmembed.checking.deviation import deviation_of
+from vlmembed.checking.verification import verify
 from vlmembed.errors import ConfigError, InputError
-from vlmembed.verification import verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -24,20 +24,22 @@ from vlmembed.config import EncodeConfig
 from vlmembed.errors import VlmembedError
 
 if TYPE_CHECKING:
-    from vlmembed.api import encode, stream
+    from vlmembed.api import encode, plan, stream
+    from vlmembed.checking.comparison import Comparison, compare
+    from vlmembed.checking.verification import Verification, verify
     from vlmembed.exporter import export
-    from vlmembed.forecast import Forecast, plan
-    from vlmembed.inspection import Inspection, inspect
+    from vlmembed.forecast.prediction import Forecast
+    from vlmembed.inspection.reading import Inspection, inspect
     from vlmembed.keywords import Settings
     from vlmembed.merger import merge
     from vlmembed.packed import embed_pack, embed_tokens, load_tower, pack_images
     from vlmembed.recipes import load_recipe
     from vlmembed.report import RunReport
-    from vlmembed.streaming import Stream
+    from vlmembed.streaming.stream import Stream
     from vlmembed.tokens import TokenFeatures, read_tokens
-    from vlmembed.verification import Verification, verify
 
 __all__ = [
+    "Comparison",
     "EncodeConfig",
     "Forecast",
     "Inspection",
@@ -47,6 +49,7 @@ __all__ = [
     "TokenFeatures",
     "Verification",
     "VlmembedError",
+    "compare",
     "embed_pack",
     "embed_tokens",
     "encode",
@@ -63,26 +66,28 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Forecast": "forecast",
-    "Inspection": "inspection",
+    "Comparison": "checking.comparison",
+    "Forecast": "forecast.prediction",
+    "Inspection": "inspection.reading",
     "RunReport": "report",
     "Settings": "keywords",
-    "Stream": "streaming",
+    "Stream": "streaming.stream",
     "TokenFeatures": "tokens",
-    "Verification": "verification",
+    "Verification": "checking.verification",
+    "compare": "checking.comparison",
     "embed_pack": "packed",
     "embed_tokens": "packed",
     "encode": "api",
     "export": "exporter",
-    "inspect": "inspection",
+    "inspect": "inspection.reading",
     "load_recipe": "recipes",
     "load_tower": "packed",
     "merge": "merger",
     "pack_images": "packed",
-    "plan": "forecast",
+    "plan": "api",
     "read_tokens": "tokens",
     "stream": "api",
-    "verify": "verification",
+    "verify": "checking.verification",
 }
 
 

@@ -1,12 +1,14 @@
-"""`vlmembed.encode` and `vlmembed.stream`, for callers in Python: a config, or its settings as keyword arguments."""
+"""`vlmembed.encode`, `stream` and `plan`, for callers in Python: a config, or its settings as keyword arguments."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, overload
 
+from vlmembed.forecast.scan import DEFAULT_CALIBRATION_SECONDS
+from vlmembed.forecast.scan import plan as run_plan
 from vlmembed.keywords import make_config
 from vlmembed.run import encode as run_encode
-from vlmembed.streaming import Stream
+from vlmembed.streaming.stream import Stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
 
     from vlmembed.config import EncodeConfig
     from vlmembed.events import Event
+    from vlmembed.forecast.prediction import Forecast
     from vlmembed.keywords import Name, Settings
     from vlmembed.report import RunReport
 
@@ -103,3 +106,59 @@ def stream(inputs: EncodeConfig | Name | Sequence[Name], **settings: Any) -> Str
             single embedding.
     """
     return Stream.open(make_config(inputs, None, settings))
+
+
+@overload
+def plan(
+    config: EncodeConfig,
+    /,
+    *,
+    hash_contents: bool = ...,
+    num_sampled: int | None = ...,
+    seed: int = ...,
+    calibration_seconds: float = ...,
+) -> Forecast: ...
+
+
+@overload
+def plan(
+    inputs: Name | Sequence[Name],
+    *,
+    hash_contents: bool = ...,
+    num_sampled: int | None = ...,
+    seed: int = ...,
+    calibration_seconds: float = ...,
+    **settings: Unpack[Settings],
+) -> Forecast: ...
+
+
+def plan(
+    inputs: EncodeConfig | Name | Sequence[Name],
+    *,
+    hash_contents: bool = False,
+    num_sampled: int | None = None,
+    seed: int = 0,
+    calibration_seconds: float = DEFAULT_CALIBRATION_SECONDS,
+    **settings: Any,
+) -> Forecast:
+    """Tell what `encode` would do with `inputs`, and about what it would take; nothing is written.
+
+    Of files and URLs only the headers are read, of all rows or of `num_sampled` random ones (by `seed`); rows of tables
+    and members of archives come whole. `hash_contents` reads everything whole, and finds duplicates by bytes (those by
+    pixels alone only a run can find). For `calibration_seconds` rows from all over the input (of tars, from its front)
+    are read, decoded and encoded, all at the same time, as in a run; 0 leaves it out, and the time is then not told,
+    and the output's size without compression.
+
+    Returns:
+        Counts, sizes in pixels and bytes, tokens, seconds; what is not foreseen stands in `Forecast.not_foreseen`.
+
+    Raises:
+        UsageError: a setting or an input must be changed. ModelError: the model is not there.
+    """
+    return run_plan(
+        make_config(inputs, None, settings),
+        hash_contents=hash_contents,
+        num_sampled=num_sampled,
+        seed=seed,
+        calibration_seconds=calibration_seconds,
+    )

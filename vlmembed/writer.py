@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Store(Protocol):
-    """Where parts go: `vlmembed.parts.PartStore` on disk, `vlmembed.recent.MemoryStore` to who asked for them.
+    """Where parts go: `vlmembed.parts.PartStore` on disk, `vlmembed.streaming.recent.MemoryStore` to who asked.
 
     Attributes:
         records: the parts that were committed before the writer began. vectors: the columns of vectors.

@@ -28,7 +28,6 @@ from PIL import Image
 from record import ROOT, write_result
 
 import vlmembed
-from vlmembed import forecast
 
 LIMIT = 0.25
 BACKGROUNDS = "mate-backgrounds"
@@ -88,7 +87,7 @@ def background_table(scratch: Path, count: int) -> Path:
 def compare(source: Path, output: Path, settings: dict[str, Any]) -> dict[str, float]:
     """Plan, then run; what was foreseen over what was."""
     config = vlmembed.EncodeConfig(inputs=(str(source),), output=str(output), overwrite=True, **settings)
-    foreseen = forecast.plan(config)
+    foreseen = vlmembed.plan(config)
     report = vlmembed.encode(config)
     assert foreseen.seconds is not None
     assert foreseen.packing_efficiency == report.packing_efficiency
@@ -118,7 +117,7 @@ def main() -> None:
         makers = (photo_folder, stamp_tar, background_table)
         sources = [make(scratch, arguments.num_pictures) for make in makers]
         warm = vlmembed.EncodeConfig(inputs=(str(sources[0]),), limit=1)
-        forecast.plan(warm, calibration_seconds=0.1)  # imports are no part of either side
+        vlmembed.plan(warm, calibration_seconds=0.1)  # imports are no part of either side
         ratios: dict[str, list[dict[str, float]]] = {kind: [] for kind in SETTINGS}
         for _ in range(arguments.repeats):
             for (kind, settings), source in zip(SETTINGS.items(), sources, strict=True):

@@ -12,8 +12,8 @@ from vlmembed.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from vlmembed.inspection import Inspection
-    from vlmembed.unfinished import UnfinishedRun
+    from vlmembed.inspection.reading import Inspection
+    from vlmembed.inspection.unfinished import UnfinishedRun
 
 
 @click.command()
@@ -28,8 +28,8 @@ def inspect(*, file: str, as_json: bool, as_recipe: bool) -> None:
     if as_json and as_recipe:
         msg = "--json has the recipe in it: leave --json or --recipe out"
         raise ConfigError(msg)
-    from vlmembed.inspection import inspect as run_inspect  # noqa: PLC0415  keeps `--help` light
-    from vlmembed.inspection_json import to_plain  # noqa: PLC0415  the same
+    from vlmembed.inspection.as_json import to_plain  # noqa: PLC0415  the same
+    from vlmembed.inspection.reading import inspect as run_inspect  # noqa: PLC0415  keeps `--help` light
 
     found = run_inspect(file, num_pairs=0 if as_recipe else 3)
     if as_recipe:

@@ -17,8 +17,8 @@ from vlmembed.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from vlmembed.histogram import Bin, Summary
-    from vlmembed.prediction import Forecast
+    from vlmembed.forecast.histogram import Bin, Summary
+    from vlmembed.forecast.prediction import Forecast
 
 WIDEST_BAR = 60
 
@@ -62,7 +62,7 @@ def plan(
     config = _config(context, inputs, recipe, sets, settings)
     if sys.stderr.isatty():
         click.echo(f"loading {config.model}, looking at the inputs ...", err=True)
-    from vlmembed.forecast import plan as run_plan  # noqa: PLC0415  loads torch
+    from vlmembed.forecast.scan import plan as run_plan  # noqa: PLC0415  loads torch
 
     forecast = run_plan(config, **own)
     click.echo(json.dumps(forecast.to_dict()) if as_json else describe_forecast(forecast))

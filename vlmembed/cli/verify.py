@@ -14,8 +14,8 @@ from vlmembed.cli.options import set_up_logging
 from vlmembed.errors import UsageError
 
 if TYPE_CHECKING:
-    from vlmembed.comparison import Comparison
-    from vlmembed.verification import Verification
+    from vlmembed.checking.comparison import Comparison
+    from vlmembed.checking.verification import Verification
 
 _OF_ENCODING = {"num_rows": "--rows", "check_all": "--all", "seed": "--seed", "device": "--device"}
 """Options that are of no use where nothing is encoded."""
@@ -55,8 +55,8 @@ def verify(
         _check_alone(context)
         _verify_against(file, against, tolerance)
         return
+    from vlmembed.checking.verification import verify as run_verify  # noqa: PLC0415  loads torch
     from vlmembed.mirror.localcopy import local_copy  # noqa: PLC0415  keeps `--help` light
-    from vlmembed.verification import verify as run_verify  # noqa: PLC0415  loads torch
 
     with local_copy(file) as path:
         found = run_verify(
@@ -88,7 +88,7 @@ def _check_alone(context: click.Context) -> None:
 
 
 def _verify_against(file: str, against: str, tolerance: float | None) -> None:
-    from vlmembed.comparison import compare  # noqa: PLC0415  keeps `--help` light
+    from vlmembed.checking.comparison import compare  # noqa: PLC0415  keeps `--help` light
     from vlmembed.mirror.localcopy import local_copy  # noqa: PLC0415  the same
 
     with ExitStack() as stack:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from vlmembed.histogram import Bin, Summary
+    from vlmembed.forecast.histogram import Bin, Summary
 
 NOT_FORESEEN = (
     "damage behind a picture's header",

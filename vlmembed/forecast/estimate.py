@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from vlmembed.survey import Survey
-    from vlmembed.trial import Timings
+    from vlmembed.forecast.survey import Survey
+    from vlmembed.forecast.trial import Timings
 
 
 LEAST_SHARE = 0.5

@@ -9,10 +9,10 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from vlmembed.assembly import concatenate, read_groups
+from vlmembed.forecast.survey import OutputVolume
 from vlmembed.parts import PartStore
 from vlmembed.planning import max_row_bytes
 from vlmembed.schema import with_provenance
-from vlmembed.survey import OutputVolume
 from vlmembed.writer import Writer
 
 if TYPE_CHECKING:

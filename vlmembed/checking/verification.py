@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vlmembed.checking.deviation import TOLERANCES, deviation_of, version_differences
 from vlmembed.config import EncodeConfig
 from vlmembed.decode import own_pillow_settings
 from vlmembed.decoders import ThreadDecoders, decode_in_order
-from vlmembed.deviation import TOLERANCES, deviation_of, version_differences
 from vlmembed.errors import ConfigError, InputError
 from vlmembed.finished import FinishedOutput, input_rows
 from vlmembed.output import OutputPaths, is_folder_output

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from vlmembed.shards import parse_shard
 
 if TYPE_CHECKING:
-    from vlmembed.inspection import Inspection
-    from vlmembed.unfinished import UnfinishedRun
+    from vlmembed.inspection.reading import Inspection
+    from vlmembed.inspection.unfinished import UnfinishedRun
 
 VERSION = 1
 """Of the object's layout: keys may be added to it, none is taken away or changes its meaning."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vlmembed.decode import Header, read_header, read_header_of_head
 from vlmembed.errors import ImageError
-from vlmembed.histogram import Spread
+from vlmembed.forecast.histogram import Spread
 from vlmembed.packer import PackingStats, choose
 from vlmembed.schema import HASH_BYTES
 from vlmembed.sources.glance import GlancedImage

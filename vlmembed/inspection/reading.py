@@ -12,23 +12,23 @@ import numpy as np
 import pyarrow as pa
 
 from vlmembed.errors import InputError
-from vlmembed.failures import codes_of, read_failures
 from vlmembed.finished import FinishedOutput, read_schema
+from vlmembed.inspection.failures import codes_of, read_failures
+from vlmembed.inspection.nearest import nearest_pairs
+from vlmembed.inspection.recorded import settings_of
+from vlmembed.inspection.rowscan import RowScan
+from vlmembed.inspection.unfinished import UnfinishedRun, partial_of
 from vlmembed.mirror.localcopy import local_copy
 from vlmembed.mirror.partialcopy import partial_copy
 from vlmembed.mirror.remoterun import is_remote
-from vlmembed.nearest import nearest_pairs
 from vlmembed.output import LANCE, SUCCESS
-from vlmembed.recorded import settings_of
-from vlmembed.rowscan import RowScan
 from vlmembed.schema import ERRORS_SCHEMA, read_provenance
-from vlmembed.unfinished import UnfinishedRun, partial_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from vlmembed.failures import FailedGroup
-    from vlmembed.nearest import Pair
+    from vlmembed.inspection.failures import FailedGroup
+    from vlmembed.inspection.nearest import Pair
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,27 +16,27 @@ from vlmembed.decode import own_pillow_settings
 from vlmembed.dedup import HashIndex
 from vlmembed.encoder import Encoder
 from vlmembed.errors import ConfigError
-from vlmembed.estimate import alone_shares, run_seconds, stage_seconds
+from vlmembed.forecast.estimate import alone_shares, run_seconds, stage_seconds
+from vlmembed.forecast.output_size import measure_output
+from vlmembed.forecast.prediction import NOT_FORESEEN, Calibration, ExpectedFailure, Forecast
+from vlmembed.forecast.sampling import random_rows, spread_rows
+from vlmembed.forecast.survey import Survey, look
+from vlmembed.forecast.trial import Trial
 from vlmembed.mirror.remoterun import is_remote
 from vlmembed.output import OutputPaths
-from vlmembed.output_size import measure_output
 from vlmembed.packer import LOOKAHEAD_PACKS
 from vlmembed.planning import Earlier, make_plan
-from vlmembed.prediction import NOT_FORESEEN, Calibration, ExpectedFailure, Forecast
-from vlmembed.sampling import random_rows, spread_rows
 from vlmembed.sources import open_source
 from vlmembed.sources.glance import Glance
-from vlmembed.survey import Survey, look
-from vlmembed.trial import Trial
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Self
 
     from vlmembed.config import EncodeConfig
-    from vlmembed.output_size import OutputSize
+    from vlmembed.forecast.output_size import OutputSize
+    from vlmembed.forecast.trial import Timings
     from vlmembed.planning import Plan
-    from vlmembed.trial import Timings
     from vlmembed.types import EncodedImage
 
 __all__ = ["DEFAULT_CALIBRATION_SECONDS", "Forecast", "plan"]

@@ -20,10 +20,10 @@ from vlmembed.parallel import POLL_SECONDS
 from vlmembed.pipeline import JOIN_SECONDS, Pipeline
 from vlmembed.planning import Earlier, make_plan, max_row_bytes
 from vlmembed.progress import StageClock
-from vlmembed.recent import MemoryStore, RecentHashes, num_recent
 from vlmembed.report import RunReport
 from vlmembed.sources import open_source
 from vlmembed.stages import decoders_of
+from vlmembed.streaming.recent import MemoryStore, RecentHashes, num_recent
 from vlmembed.writer import Writer
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from vlmembed.config import EncodeConfig
     from vlmembed.planning import Plan
-    from vlmembed.recent import StreamedPart
+    from vlmembed.streaming.recent import StreamedPart
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vlmembed.alignment import Alignment
-from vlmembed.deviation import TOLERANCES, deviations_of, version_differences
+from vlmembed.checking.alignment import Alignment
+from vlmembed.checking.deviation import TOLERANCES, deviations_of, version_differences
 from vlmembed.errors import ConfigError, InputError
 from vlmembed.finished import FinishedOutput, reading
 from vlmembed.provenance import difference
@@ -112,10 +112,9 @@ class Comparison:
 def compare(
     path: str | os.PathLike[str], against: str | os.PathLike[str], *, tolerance: float | None = None
 ) -> Comparison:
-    """Hold an output, of whatever kind, against another.
+    """Hold an output, of whatever kind, against another: ids, contents, sizes, failures, kept columns, vectors.
 
-    `tolerance` is the looser of what the two runs' dtypes allow unless it is given. Rows are streamed, and brought
-    together by id; those that are out of step wait in a temporary file.
+    `tolerance` is how far vectors may be apart, |a - b| / |b|; None is the looser of what the two runs' dtypes allow. Rows are streamed, and brought together by id; those that are out of step wait in a temporary file.
 
     Raises:
         InputError: one of them cannot be read, or is damaged. ConfigError: the tolerance is out of range.

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from vlmembed.background import BackgroundRun
 from vlmembed.config import EncodeConfig
 from vlmembed.errors import ConfigError, UsageError
 from vlmembed.schema import ERRORS_SCHEMA
+from vlmembed.streaming.background import BackgroundRun
 
 if TYPE_CHECKING:
     from typing import Self
 
-    from vlmembed.recent import StreamedPart
     from vlmembed.report import RunReport
+    from vlmembed.streaming.recent import StreamedPart
 
 _ENCODE = "or let vlmembed.encode write a file"
 _NOT_FOR_STREAMS = {
