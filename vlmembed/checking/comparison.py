@@ -114,7 +114,8 @@ def compare(
 ) -> Comparison:
     """Hold an output, of whatever kind, against another: ids, contents, sizes, failures, kept columns, vectors.
 
-    `tolerance` is how far vectors may be apart, |a - b| / |b|; None is the looser of what the two runs' dtypes allow. Rows are streamed, and brought together by id; those that are out of step wait in a temporary file.
+    `tolerance` is how far vectors may be apart, |a - b| / |b|; None is the looser of what the two runs' dtypes
+    allow. Rows are streamed, and brought together by id; those that are out of step wait in a temporary file.
 
     Raises:
         InputError: one of them cannot be read, or is damaged. ConfigError: the tolerance is out of range.
