@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 
 import numpy as np
 import pytest
@@ -244,6 +245,20 @@ def test_pillows_settings_are_ours_and_then_restored(monkeypatch: pytest.MonkeyP
         assert Image.MAX_IMAGE_PIXELS == 100_000
     assert before == Image.MAX_IMAGE_PIXELS
     assert ImageFile.LOAD_TRUNCATED_IMAGES is True
+
+
+def test_the_callers_filters_of_warnings_are_left_alone() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        with own_pillow_settings(200_000):
+            warnings.warn("silenced", Image.DecompressionBombWarning, stacklevel=1)
+            warnings.filterwarnings("ignore", message="another thread's own")
+            with own_pillow_settings(100_000):
+                pass
+            warnings.warn("still silenced", Image.DecompressionBombWarning, stacklevel=1)
+        warnings.warn("another thread's own", UserWarning, stacklevel=1)  # an error in these tests, were it shown
+        with pytest.raises(Image.DecompressionBombWarning):
+            warnings.warn("shown again", Image.DecompressionBombWarning, stacklevel=1)
 
 
 def test_a_bomb_inside_an_ico_is_refused_before_it_is_decoded() -> None:

@@ -13,7 +13,7 @@ import re
 import struct
 import threading
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -81,6 +81,7 @@ _NEEDS_ALL = ("JPEG2000", "ICNS")
 _settings_lock = threading.Lock()
 _limits: list[int] = []  # of the runs that are going on
 _saved: dict[str, int | bool | None] = {}
+_silenced: list[object] = []  # the filter of warnings that is ours
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,18 +123,31 @@ def own_pillow_settings(max_source_pixels: int) -> Iterator[None]:
     with _settings_lock:
         if not _limits:
             _saved.update(pixels=Image.MAX_IMAGE_PIXELS, truncated=ImageFile.LOAD_TRUNCATED_IMAGES)
+            before = list(warnings.filters)
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            _silenced.extend(each for each in warnings.filters if each not in before)
         _limits.append(max_source_pixels)
         Image.MAX_IMAGE_PIXELS = -(-max(_limits) // 2)
         ImageFile.LOAD_TRUNCATED_IMAGES = False
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            yield
+        yield
     finally:
         with _settings_lock:
             _limits.remove(max_source_pixels)
+            if not _limits:
+                _end_silence()
             Image.MAX_IMAGE_PIXELS = -(-max(_limits) // 2) if _limits else _saved["pixels"]
             ImageFile.LOAD_TRUNCATED_IMAGES = not _limits and bool(_saved["truncated"])
+
+
+def _end_silence() -> None:
+    """Take the one filter away that was put there: `warnings.catch_warnings` would take those that the caller's threads
+    have put there meanwhile, too."""
+    filters = warnings.filters
+    assert isinstance(filters, list)
+    while _silenced:
+        with suppress(ValueError):  # the caller has reset them all
+            filters.remove(_silenced.pop())
 
 
 def decode(content: bytes, *, max_source_pixels: int) -> DecodedImage:
