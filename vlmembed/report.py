@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from vlmembed.errors import NothingEmbeddedError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
@@ -71,6 +73,22 @@ class RunReport:
     def exceeds(self, max_error_rate: float) -> bool:
         """Whether this process has embedded, and more than this share of the rows has failed."""
         return not self.already_complete and self.failed_share > max_error_rate
+
+    def check_embedded(self) -> None:
+        """Whoever asked for embeddings must notice that there is not one.
+
+        Raises:
+            NothingEmbeddedError: there is none.
+        """
+        if not self.num_rows:
+            skipped = ", ".join(f"{count} {kind}" for kind, count in self.skipped.items()) or "nothing at all"
+            msg = f"the inputs hold no pictures (found and skipped: {skipped}): name others"
+            raise NothingEmbeddedError(msg)
+        if not self.num_embedded:
+            shown = ", ".join(f"{count} {code}" for code, count in self.codes.items())
+            where = self.errors or "the stream's errors"
+            msg = f"not one of {self.num_rows} rows has an embedding ({shown}); the reasons are in {where}"
+            raise NothingEmbeddedError(msg)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from vlmembed.assembly import assemble
 from vlmembed.decode import own_pillow_settings
 from vlmembed.dedup import HashIndex
-from vlmembed.errors import ConfigError, NothingEmbeddedError, OutputError, RowFailedError
+from vlmembed.errors import ConfigError, OutputError, RowFailedError
 from vlmembed.events import RunEvents
 from vlmembed.known import Known, check_reuse
 from vlmembed.mirror.mirror import open_mirror
@@ -240,17 +240,12 @@ def _run(
             facts = retry.finish(store, plan.facts, earlier if plan.config.dedup != "none" else None)
     if mirror is not None:
         mirror.publish()
-    if retry is None and not num_rows:
-        skipped = ", ".join(f"{count} {kind}" for kind, count in plan.source.skipped.items()) or "nothing at all"
-        msg = f"the inputs hold no pictures (found and skipped: {skipped}): name others"
-        raise NothingEmbeddedError(msg)
-    if retry is None and not counts["embedded"]:
-        shown = ", ".join(f"{count} {code}" for code, count in facts["counts"]["codes"].items())
-        msg = f"not one of {num_rows} rows has an embedding ({shown}); the reasons are in {plan.paths.errors}"
-        raise NothingEmbeddedError(msg)
     seconds = time.perf_counter() - ready
+    report = RunReport.from_provenance(plan.paths, facts)
+    if retry is None:
+        report.check_embedded()
     return replace(
-        RunReport.from_provenance(plan.paths, facts),
+        report,
         already_complete=False,
         num_resumed=start,
         num_retried=0 if retry is None else retry.source.num_rows,

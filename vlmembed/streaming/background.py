@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlmembed.decode import own_pillow_settings
-from vlmembed.errors import NothingEmbeddedError, StalledError, StoppedError
+from vlmembed.errors import StalledError, StoppedError
 from vlmembed.known import Known
 from vlmembed.output import OutputPaths
 from vlmembed.parallel import POLL_SECONDS
@@ -149,7 +149,7 @@ class BackgroundRun:
             setup_seconds=ready - began,
             **pipeline.figures(time.perf_counter() - ready),
         )
-        _check_embedded(self.report)
+        self.report.check_embedded()
 
     def _wire(self, plan: Plan, stack: ExitStack) -> tuple[Pipeline, Writer, MemoryStore]:
         config = plan.config
@@ -213,19 +213,3 @@ def _report(plan: Plan, num_rows: int, counts: Counter[str], codes: Counter[str]
     found = {"rows": num_rows, **counts, "codes": dict(codes.most_common()), "skipped": dict(plan.source.skipped)}
     report = RunReport.from_provenance(plan.paths, plan.facts | {"counts": found})
     return replace(report, output="", errors="", already_complete=False)
-
-
-def _check_embedded(report: RunReport) -> None:
-    """As a run that writes: its caller must notice that there is nothing.
-
-    Raises:
-        NothingEmbeddedError: there is no vector at all.
-    """
-    if not report.num_rows:
-        skipped = ", ".join(f"{count} {kind}" for kind, count in report.skipped.items()) or "nothing at all"
-        msg = f"the inputs hold no pictures (found and skipped: {skipped}): name others"
-        raise NothingEmbeddedError(msg)
-    if not report.num_embedded:
-        shown = ", ".join(f"{count} {code}" for code, count in report.codes.items())
-        msg = f"not one of {report.num_rows} rows has an embedding ({shown}); the reasons are in the stream's errors"
-        raise NothingEmbeddedError(msg)
