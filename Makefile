@@ -34,6 +34,7 @@ named-recipe:
 	@test -f '$(RECIPE)' || { echo 'there is no recipe $(RECIPE); there are: $(wildcard pipelines/*.toml)' >&2; exit 2; }
 
 named-output: named-recipe
+	@case '$(AGAINST)' in *://*) ;; *) test -e '$(AGAINST)' || { echo 'there is no output $(AGAINST) to compare with' >&2; exit 2; };; esac
 	$(if $(AGAINST),,$(error name the output to compare with: make reproduce RECIPE=$(RECIPE) AGAINST=OUTPUT))
 	$(if $(filter $(abspath $(again)),$(abspath $(AGAINST))),$(error $(AGAINST) is where it would be made again: move it, or give REPRODUCED=FOLDER))
 
@@ -42,12 +43,13 @@ run: named-recipe $(READY)  ## run RECIPE=pipelines/x.toml [SET='limit=10 model=
 	$(BIN)/vlmembed run '$(RECIPE)' $(sets)
 
 # Beside the others in REPRODUCED, under the name of AGAINST and of its kind: a file, a Lance dataset or a folder. Nothing
-# is taken from a cache or an earlier output, and rows that fail are left to the comparison.
+# is taken from a cache, an earlier output or an earlier try, and rows that fail are left to the comparison.
 REPRODUCED := out/reproduce
 against = $(notdir $(patsubst %/,%,$(firstword $(subst ?, ,$(AGAINST)))))
 again = $(REPRODUCED)/$(against)$(if $(filter %.parquet %.lance,$(against)),,/)
 reproduce: named-output $(READY)  ## run RECIPE=x.toml again and compare with AGAINST=out.parquet
 	$(own_model)
+	rm -rf '$(again).partial' '$(again)_partial'
 	$(BIN)/vlmembed run '$(RECIPE)' $(sets) --set output='$(again)' --set overwrite=true --set retry-failed= \
 		--set cache= --set reuse= --set format= --set work-dir= --set max-error-rate=1
 	$(BIN)/vlmembed verify '$(again)' --against '$(AGAINST)'

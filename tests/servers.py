@@ -107,6 +107,7 @@ class HttpServer:
     Attributes:
         files: content by path, as ``/a.jpg`` (decoded, without the query).
         takes_ranges, tells_length, answers_head, gives_etag: what it can do; without `tells_length` it sends chunks.
+        tells_total: a part says of how many bytes it is one.
         redirects: where a path leads.
         statuses: (status, headers) with which it answers requests of a path first, in place of the file; "" stands for
             every path.
@@ -121,6 +122,7 @@ class HttpServer:
     files: dict[str, bytes] = field(default_factory=dict)
     takes_ranges: bool = True
     tells_length: bool = True
+    tells_total: bool = True
     answers_head: bool = True
     gives_etag: bool = True
     redirects: dict[str, str] = field(default_factory=dict)
@@ -221,7 +223,8 @@ class _HttpHandler(BaseHTTPRequestHandler):
             self._send(416, {"Content-Range": f"bytes */{len(content)}"}, b"")
             return
         part = content[start:stop]
-        headers["Content-Range"] = f"bytes {start}-{start + len(part) - 1}/{len(content)}"
+        total = len(content) if self.manners.tells_total else "*"
+        headers["Content-Range"] = f"bytes {start}-{start + len(part) - 1}/{total}"
         self._send(206, headers, part, path)
 
     def _send(self, status: int, headers: dict[str, str], body: bytes, path: str | None = None) -> None:

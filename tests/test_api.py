@@ -156,7 +156,7 @@ def test_a_call_makes_a_config() -> None:
     assert make_config(["a", Path("b")], None, {}) == EncodeConfig(inputs=("a", Path("b")))
     assert make_config(Path("a"), Path("o/"), {}).output == Path("o")
     assert make_config(expected, None, {}) is expected
-    with pytest.raises(ConfigError, match="unknown setting 'max_pixel': is 'max-pixels' meant"):
+    with pytest.raises(ConfigError, match="unknown setting 'max_pixel': is 'max_pixels' meant"):
         make_config("a", "o.parquet", {"max_pixel": 3})
     with pytest.raises(ConfigError, match="output, limit beside an EncodeConfig"):
         make_config(expected, "x.parquet", {"limit": 3})

@@ -90,8 +90,16 @@ def test_config_round_trips_through_toml() -> None:
     config = EncodeConfig(inputs=("a b", "ü\n"), output="o.parquet", keep_columns=("x", "y"), limit=3, normalize=False)
     assert EncodeConfig.from_toml(config.to_toml()) == config
     assert tomllib.loads(config.to_toml())["inputs"] == ["a b", "ü\n"]
-    with pytest.raises(ConfigError, match="unknown setting 'batch_size'; known are allow-local-urls, attention, "):
+    with pytest.raises(ConfigError, match="unknown setting 'batch_size'; known are allow_local_urls, attention, "):
         EncodeConfig.from_toml('inputs = ["a"]\noutput = "o"\nbatch_size = 8')
+    for key, message in {
+        "max-pixel": "unknown setting 'max-pixel': is 'max-pixels' meant?",
+        "max_pixel": "unknown setting 'max_pixel': is 'max_pixels' meant?",
+        "no-normalize": "unknown setting 'no-normalize': is normalize = false meant?",
+        "log-json": "'log-json' changes nothing in an output, so it is no setting: give --log-json to the command",
+    }.items():
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            EncodeConfig.from_dict({"inputs": ["a"], key: False})
     with pytest.raises(ConfigError, match="not valid TOML"):
         EncodeConfig.from_toml("=")
     with pytest.raises(ConfigError, match="dedup is 'hash'; it can be bytes, pixels, none"):

@@ -119,7 +119,7 @@ def test_headers_tell_what_a_run_over_mixed_files_does(mixed: Path, tiny_model: 
     assert (found.widths.min, found.widths.median, found.widths.max) == (widths[0], widths[31], widths[-1])
     assert (found.heights.total, found.heights.max) == (sum(heights), heights[-1])
     assert found.num_bytes == sum(path.stat().st_size for path in mixed.iterdir() if path.name[0] in "abcdf0")
-    assert sum(each.count for each in found.token_bins) == 63
+    assert sum(each.count for each in found.token_bins) == 60
 
 
 def test_without_hashing_every_row_is_a_picture_of_its_own(mixed: Path, tiny_model: Path, tmp_path: Path) -> None:
@@ -337,6 +337,52 @@ def test_heads_of_urls_take_one_request_each(tmp_path: Path, tiny_model: Path) -
         assert sorted(asked) == [(name, f"bytes=0-{HEAD_BYTES - 1}") for name in names]
         assert (found.num_embedded, codes(found)) == (2, {"empty": 1, "missing": 1})
         assert found.num_bytes == len(content) + len(small.getvalue())
+
+
+def test_a_part_of_unknown_size_is_not_taken_for_the_file(tmp_path: Path, tiny_model: Path) -> None:
+    encoded = io.BytesIO()
+    white_noise(900, 600).save(encoded, "WEBP", lossless=True)
+    assert len(encoded.getvalue()) > 2 * HEAD_BYTES
+    with http_server() as server:
+        server.tells_total = server.tells_length = False
+        server.files |= {"/a.webp": encoded.getvalue()}
+        (tmp_path / "urls.txt").write_text(server.url + "/a.webp")
+        found = plan(tmp_path / "urls.txt", tiny_model, allow_local_urls=True)
+        asked = [part for method, _, part, _ in server.requests if method == "GET"]
+    assert (found.num_embedded, found.num_failed, found.num_bytes) == (1, 0, len(encoded.getvalue()))
+    assert asked == [f"bytes=0-{HEAD_BYTES - 1}", ""]
+
+
+def test_few_sampled_rows_fill_packs_as_all_would(tmp_path: Path, tiny_model: Path) -> None:
+    for number in range(90):
+        noise(30 + number % 40, 90 - number % 40, number).save(tmp_path / f"{number}.png")
+    settings: dict[str, Any] = {
+        "resize": "native",
+        "min_pixels": 1,
+        "max_pixels": 9 * 14**2,
+        "max_tokens_per_batch": 64,
+    }
+    everything, some = (plan(tmp_path, tiny_model, looking={"num_sampled": count}, **settings) for count in (None, 4))
+    assert everything.num_packs > 5
+    assert some.num_packs == pytest.approx(everything.num_packs, rel=0.3)
+    assert some.packing_efficiency == pytest.approx(everything.packing_efficiency, abs=0.2)
+
+
+def test_tokens_are_those_of_pictures_that_are_encoded(tmp_path: Path, tiny_model: Path) -> None:
+    content = io.BytesIO()
+    noise(30, 40, 0).save(content, "PNG")
+    for name in "abc":
+        (tmp_path / f"{name}.png").write_bytes(content.getvalue())
+    found = plan(tmp_path, tiny_model, looking={"hash_contents": True})
+    report = vlmembed.encode(tmp_path, tmp_path / "o.parquet", model=tiny_model)
+    assert (found.num_embedded, found.num_duplicates, found.tokens.total) == (1, 2, report.num_tokens)
+    with pytest.raises(ConfigError, match="--dedup none embeds each of them"):
+        plan(tmp_path, tiny_model, looking={"hash_contents": True}, dedup="none")
+
+
+def test_the_commands_flags_have_other_names_in_python() -> None:
+    with pytest.raises(ConfigError, match="unknown setting 'calibrate': it is calibration_seconds in Python"):
+        vlmembed.plan("images", calibrate=0)  # type: ignore[call-overload]
 
 
 def test_what_cannot_be_planned(tmp_path: Path, tiny_model: Path) -> None:

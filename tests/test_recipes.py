@@ -23,7 +23,7 @@ import vlmembed
 from vlmembed.checking.comparison import compare
 from vlmembed.cli import cli
 from vlmembed.config import EncodeConfig
-from vlmembed.errors import ConfigError, InputError
+from vlmembed.errors import ConfigError, InputError, UsageError
 from vlmembed.finished import FinishedOutput
 from vlmembed.mirror.localcopy import local_copy
 from vlmembed.provenance import versions
@@ -335,6 +335,7 @@ def test_settings_that_are_set_stand_over_the_files(sets: Sequence[str], changed
         ("normalize=yes", "--set normalize: normalize is 'yes'; it is true or false"),
         ("max-error-rate=2", "--set max-error-rate: max-error-rate is 2; it is a share, 0 to 1"),
         ("dtype=fp8", "--set dtype: dtype is 'fp8'; it can be auto, bf16, fp16, fp32"),
+        ('inputs=["a"', r"--set inputs: inputs is no TOML array"),
         ("inputs=[a]", r"--set inputs: inputs is no TOML array, such as inputs=\[\"a\", \"b\"\]: Invalid value"),
         ("inputs=", r"has no inputs: add inputs = \[\"images\"\], or give --set inputs=images"),
         ("output=", "has no output"),
@@ -344,6 +345,39 @@ def test_settings_that_are_set_stand_over_the_files(sets: Sequence[str], changed
 def test_what_is_wrong_in_a_set_is_said(text: str, message: str, recipe: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         load_recipe(recipe, [text])
+
+
+def test_run_says_how_flags_of_encode_are_given(recipe: Path) -> None:
+    error = call("run", str(recipe), "--overwrite").exception
+    assert isinstance(error, UsageError)
+    assert str(error) == "--overwrite is no flag of run; settings are given as --set overwrite=VALUE"
+    error = call("plan", str(recipe)).exception
+    assert isinstance(error, ConfigError)
+    assert f"{recipe} is a recipe, and no picture: give --recipe {recipe}" in str(error)
+
+
+def test_a_recipe_comes_through_standard_input(here: Path, models: Path) -> None:
+    text = f'inputs = ["images"]\noutput = "piped.parquet"\nmodel = "{models / "dinov2"}"\n'
+    assert CliRunner().invoke(cli, ["run", "-"], input=text).exit_code == 0
+    assert (here / "piped.parquet").is_file()
+    with pytest.raises(ConfigError, match=r"sets is 'limit=3'; it is a list of them: \['limit=3'\]"):
+        load_recipe("-", "limit=3")
+
+
+def test_a_name_that_toml_cannot_hold_is_left_to_the_command_line(tmp_path: Path) -> None:
+    recorded = EncodeConfig(inputs=(f"{tmp_path}/b\udcff",), output="o.parquet")
+    provenance = {
+        "recipe": recorded.to_toml(),
+        "model": {"name": "m", "revision": "r", "weights_sha256": "0"},
+        "versions": {"vlmembed": "0.1.0"},
+    }
+    text = recipe_text(provenance)
+    assert "# inputs names a file whose name is not UTF-8, which TOML cannot hold: give --set inputs=NAME." in text
+    (tmp_path / "r.toml").write_text(text)
+    with pytest.raises(ConfigError, match="has no inputs"):
+        load_recipe(tmp_path / "r.toml")
+    given = load_recipe(tmp_path / "r.toml", [f"inputs={tmp_path}/b\udcff"])
+    assert given.inputs == recorded.inputs
 
 
 def make(*words: str) -> subprocess.CompletedProcess[str]:
@@ -376,22 +410,23 @@ def test_make_reproduces_the_demo_recipe_and_finds_nothing_changed(
     assert (tmp_path / "again" / "demo.parquet").is_file()
 
 
-def test_make_reproduce_finds_a_planted_change(tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a tiny model, and into a folder."""
-    monkeypatch.chdir(ROOT)
+def test_make_runs_a_recipe_and_finds_a_planted_change(tmp_path: Path, models: Path) -> None:
+    """With a tiny model, and into a folder; what an earlier try has left there does not count."""
     output = tmp_path / "demo"
     sets = [f"model={models / 'dinov2'}", "rows-per-part=40"]
-    ran = call(
-        "run", "pipelines/demo.toml", "--set", f"output={output}/", *(word for s in sets for word in ("--set", s))
-    )
-    assert ran.exit_code == 0
+    ran = make("run", "RECIPE=pipelines/demo.toml", f"SET={' '.join([*sets, f'output={output}/'])}")
+    assert ran.returncode == 0, ran.stderr
+    assert "27 rows = 19 embedded + 2 duplicates + 6 failed" in ran.stdout
+    left = tmp_path / "again" / "demo" / "_partial"
+    left.mkdir(parents=True)
+    (left / "part-000000.parquet").write_bytes(b"of an earlier try")
     part = output / "part-000000.parquet"
     table = pq.read_table(part)
     pq.write_table(drifted(5)(table), part)
     words = ["reproduce", "RECIPE=pipelines/demo.toml", f"REPRODUCED={tmp_path / 'again'}", f"SET={' '.join(sets)}"]
     other = make(*words, f"AGAINST={output}/")
     assert other.returncode != 0
-    assert f"demo/ against {output}/: NOT the same\n" in other.stdout
+    assert f"demo against {output}: NOT the same\n" in other.stdout
     assert f"1 rows deviate more than the tolerance\n    {table['id'][5].as_py()}\n" in other.stdout
     assert (tmp_path / "again" / "demo" / "_SUCCESS").is_file()
 
@@ -416,6 +451,10 @@ def test_outputs_behind_urls_are_compared(here: Path, models: Path, s3: str, mon
     shown = call("verify", "s3://bucket/a/images.parquet", "--against", str(output))
     assert shown.exit_code == 0, shown.output
     assert shown.output.startswith(f"s3://bucket/a/images.parquet against {output}: the same\n  8 rows have vectors")
+    found = vlmembed.compare(output, "s3://bucket/a/images.parquet")
+    assert (found.is_good, found.path, found.against) == (True, output, "s3://bucket/a/images.parquet")
+    assert vlmembed.verify("s3://bucket/a/images.parquet", num_rows=2).path == "s3://bucket/a/images.parquet"
+    assert vlmembed.export("s3://bucket/a/images.parquet", here / "arrays").num_rows == 8
 
 
 def test_a_picture_that_has_changed_since_is_found(here: Path, models: Path) -> None:

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from vlmembed.parts import PartRecord
 
 NUM_ROWS = 40
-RUN_THREADS = ("stream", "reader", "writer", "watchdog", "decode")
+RUN_THREADS = ("stream", "reader", "writer", "watchdog", "decode", "read-", "download")
 
 
 def picture(seed: int, size: tuple[int, int] = (20, 30)) -> bytes:
@@ -90,14 +91,23 @@ def run_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith(RUN_THREADS)]
 
 
+def has_length(items: list[int], number: int) -> bool:
+    return len(items) == number
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what other threads do."""
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
+
+
 @pytest.fixture(autouse=True)
 def _threads_end() -> Iterator[None]:
     """Whatever a test does with a stream: its threads end."""
     yield
-    deadline = time.monotonic() + 30
-    while run_threads() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not run_threads()
+    until(lambda: not run_threads())
 
 
 @pytest.mark.parametrize("more", [{}, {"dedup": "none"}, {"dedup": "pixels"}, {"emit": "tokens"}, {"limit": 23}])
@@ -250,7 +260,7 @@ def test_nothing_is_written(
         ({"format": "parquet"}, "format is 'parquet', but a stream yields Arrow and writes no file"),
         ({"work_dir": "x"}, "work_dir is 'x', but a stream has no parts on disk"),
         ({"reuse": ["a.parquet"]}, "but earlier outputs are looked up in an index on disk: use cache"),
-        ({"rows_per_prat": 3}, "unknown setting 'rows_per_prat': is 'rows-per-part' meant"),
+        ({"rows_per_prat": 3}, "unknown setting 'rows_per_prat': is 'rows_per_part' meant"),
         ({"limit": 0}, "limit is 0; it must be 1 or more"),
         ({"output": "o.parquet"}, "a stream writes nothing: leave it out, or let vlmembed.encode write a file"),
     ],
@@ -291,8 +301,9 @@ def test_inputs_without_a_single_picture_end_with_the_error_of_encode(tmp_path: 
     for row in range(3):
         (tmp_path / f"{row}.png").write_bytes(b"")
     stream = vlmembed.stream(tmp_path, **settings)
-    with pytest.raises(NothingEmbeddedError, match=r"not one of 3 rows has an embedding \(3 empty\)"):
+    with pytest.raises(NothingEmbeddedError, match=r"not one of 3 rows has an embedding \(3 empty\)") as caught:
         next(stream)
+    assert caught.value.__context__ is None  # no cause that is none
     assert stream.errors["code"].to_pylist() == ["empty"] * 3
     assert stream.report.num_failed == 3
 
@@ -318,6 +329,9 @@ def test_a_slow_consumer_holds_two_batches_up_and_the_watchdog_hears_of_it(
     monkeypatch.setattr(Pipeline, "moved", lambda _: waits.release())
     with vlmembed.stream(pictures, **settings) as stream:
         for taken in (0, 1, 2):
+            until(partial(has_length, commits, taken + 2))
+            while waits.acquire(blocking=False):
+                pass
             for _ in range(3):  # it goes on telling, so hours make no difference
                 assert waits.acquire(timeout=60)
             assert commits == list(range(taken + 2))
@@ -350,9 +364,13 @@ def leave_at_once(stream: vlmembed.Stream) -> None:
 def test_who_leaves_early_ends_the_threads(
     leave: Callable[[vlmembed.Stream], None], pictures: Path, settings: dict[str, Any]
 ) -> None:
-    stream = vlmembed.stream(pictures, **settings)
-    leave(stream)
-    assert not run_threads()
+    gc.disable()  # they end by themselves, and not when something is collected
+    try:
+        stream = vlmembed.stream(pictures, **settings)
+        leave(stream)
+        until(lambda: not run_threads())  # a decode under way is waited for, for a second
+    finally:
+        gc.enable()
     assert list(stream) == []
     with pytest.raises(UsageError, match="read to its end"):
         _ = stream.report

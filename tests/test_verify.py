@@ -88,7 +88,7 @@ def test_changed_vanished_and_moved_pictures(tmp_path: Path, tiny_model: Path) -
     found = verify(tmp_path / "out", num_rows=None, inputs=[str(tmp_path / "moved")])
     assert found.failed == {"a.png": "missing: the file does not exist"}
     (tmp_path / "moved" / "a.png").unlink()
-    with pytest.raises(InputError, match="do not have the ids any more that they had"):
+    with pytest.raises(InputError, match="moved does not have the ids that they had"):
         verify(tmp_path / "out", inputs=[str(tmp_path / "moved")])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, overload
 
+from vlmembed.errors import ConfigError
 from vlmembed.forecast.scan import DEFAULT_CALIBRATION_SECONDS
 from vlmembed.forecast.scan import plan as run_plan
 from vlmembed.keywords import make_config
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from vlmembed.forecast.prediction import Forecast
     from vlmembed.keywords import Name, Settings
     from vlmembed.report import RunReport
+
+_PLAN_FLAGS = {"hash": "hash_contents", "sample": "num_sampled", "calibrate": "calibration_seconds"}
+"""Of the command, and what they are called here."""
 
 
 @overload
@@ -96,6 +100,8 @@ def stream(inputs: EncodeConfig | Name | Sequence[Name], **settings: Any) -> Str
     Duplicates are found as in `encode`, but among the last contents alone: as many as 256 MiB of vectors hold, and a
     part's at least. A picture that comes again after that is encoded again, as a first row.
 
+    While a stream is open, Pillow's global limits are the run's: truncated files fail, `max_source_pixels` counts.
+
     Nothing is written but to `cache`, where one is asked for, and the list of the inputs that some sources keep in the
     temporary folder. Settings about files (`format`, `overwrite`, `work_dir`, `retry_failed`, `reuse`) are refused.
 
@@ -155,6 +161,10 @@ def plan(
     Raises:
         UsageError: a setting or an input must be changed. ModelError: the model is not there.
     """
+    for flag, name in _PLAN_FLAGS.items():
+        if flag in settings:
+            msg = f"unknown setting {flag!r}: it is {name} in Python"
+            raise ConfigError(msg)
     return run_plan(
         make_config(inputs, None, settings),
         hash_contents=hash_contents,

@@ -57,6 +57,9 @@ WHOLE_NUMBERS = (
 )
 """The fields that are 1 or more where they are given."""
 
+FLAGS_ONLY = ("log-json", "no-progress", "progress", "verbose")
+"""Flags of the commands that run, which are no settings."""
+
 TEXTS = ("output", "model", "revision", "device", "image_column", "id_column", "shard", "cache", "work_dir")
 """The fields that are any text, or a path."""
 
@@ -261,7 +264,7 @@ class EncodeConfig:
         return tomli_w.dumps(self.to_dict())
 
 
-def setting_name(key: str) -> str:
+def setting_name(key: str, *, as_flags: bool = False) -> str:
     """The field that a key stands for: its name, or that of its flag without the dashes in front.
 
     Raises:
@@ -270,14 +273,18 @@ def setting_name(key: str) -> str:
     known = [field.name for field in dataclasses.fields(EncodeConfig)]
     if (name := key.replace("-", "_")) in known:
         return name
+    if (flag := name.replace("_", "-")) in FLAGS_ONLY:
+        msg = f"{key!r} changes nothing in an output, so it is no setting: give --{flag} to the command"
+        raise ConfigError(msg)
+    between = "-" if as_flags or "-" in key else "_"  # as the caller writes them
+    if name.startswith("no_") and name[3:] in known:
+        msg = f"unknown setting {key!r}: is {name[3:].replace('_', between)} = false meant?"
+        raise ConfigError(msg)
     near = difflib.get_close_matches(name, known, n=1)
-    meant = f": is {near[0].replace('_', '-')!r} meant?" if near else ""
-    msg = f"unknown setting {key!r}{meant or f'; known are {_flags(known)}'}"
+    listed = ", ".join(sorted(each.replace("_", between) for each in known))
+    meant = f": is {near[0].replace('_', between)!r} meant?" if near else f"; known are {listed}"
+    msg = f"unknown setting {key!r}{meant}"
     raise ConfigError(msg)
-
-
-def _flags(names: list[str]) -> str:
-    return ", ".join(sorted(name.replace("_", "-") for name in names))
 
 
 def _is_number(value: object) -> bool:

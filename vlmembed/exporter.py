@@ -14,6 +14,7 @@ import numpy as np
 from vlmembed.atomic import atomic
 from vlmembed.errors import ConfigError, InputError, OutputError, StorageError
 from vlmembed.finished import FinishedOutput
+from vlmembed.mirror.localcopy import local_copy
 from vlmembed.remote.urls import is_url, shown_url
 
 if TYPE_CHECKING:
@@ -56,8 +57,8 @@ def export(
     duplicates: bool = True,
     overwrite: bool = False,
 ) -> ExportReport:
-    """Write an output's embeddings into `folder` as ``embeddings.npy``, (rows, D) in C order, and their ids, one JSON
-    string a line in the same order, as ``ids.jsonl``: an id can hold a line break.
+    """Write the embeddings of an output, a path or a URL, into `folder` as ``embeddings.npy``, (rows, D) in C order,
+    and their ids, one JSON string a line in the same order, as ``ids.jsonl``: an id can hold a line break.
 
     Both appear when they are whole, the ids last. Memory does not grow with the output. Without `duplicates`, rows
     whose `duplicate_of` is set are left out.
@@ -74,7 +75,11 @@ def export(
         shown = shown_url(os.fspath(folder))
         msg = f"{shown} is a URL; an export is written to a disk: name a folder, and copy it there"
         raise OutputError(msg)
-    output, folder = FinishedOutput.open(Path(path)), Path(folder)
+    with local_copy(path) as copy:
+        return _export(FinishedOutput.open(copy), Path(folder), dtype, duplicates=duplicates, overwrite=overwrite)
+
+
+def _export(output: FinishedOutput, folder: Path, dtype: str, *, duplicates: bool, overwrite: bool) -> ExportReport:
     if "embedding" not in output.vectors:
         msg = f"{output.path} holds tokens, and not one vector per image: read them with vlmembed.read_tokens"
         raise InputError(msg)

@@ -50,6 +50,11 @@ class FinishedOutput:
             MissingExtraError: it is a Lance dataset, and Lance is not installed.
         """
         if not path.exists():
+            if path.with_name(f"{path.name}.partial").is_dir():
+                msg = (
+                    f"{path} is not finished: the command that began it goes on with it (see `vlmembed inspect {path}`)"
+                )
+                raise InputError(msg)
             msg = f"{path} cannot be read as Parquet: it does not exist; name the output of an earlier run"
             raise InputError(msg)
         is_folder = is_folder_output(path)

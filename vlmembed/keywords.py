@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 from vlmembed.config import EncodeConfig
@@ -77,6 +78,9 @@ def make_config(
             msg = f"{', '.join(beside)} beside an EncodeConfig: put them into it, with dataclasses.replace"
             raise ConfigError(msg)
         return inputs
-    names = [inputs] if isinstance(inputs, (str, os.PathLike)) else list(inputs)
-    values: dict[str, Any] = {"inputs": names, **settings}
+    names = [inputs] if isinstance(inputs, (str, os.PathLike)) else inputs
+    if isinstance(names, (bytes, dict)) or not isinstance(names, Iterable):
+        msg = f"inputs is {inputs!r}; it is a path or URL, or a list of them"
+        raise ConfigError(msg)
+    values: dict[str, Any] = {"inputs": list(names), **settings}
     return EncodeConfig.from_dict(values if output is None else values | {"output": output})

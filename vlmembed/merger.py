@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 from vlmembed.assembly import READY_ERRORS, READY_PREFIX, concatenate, publish_folder, publish_rows, write_errors
 from vlmembed.errors import AccountingError, InputError, NothingEmbeddedError, OutputError
 from vlmembed.finished import FinishedOutput, input_rows, read_tables
+from vlmembed.mirror.localcopy import local_copy
 from vlmembed.output import PUBLICATION, OutputPaths, drop, finish_publication, lock, read_manifest, write_manifest
 from vlmembed.overlap import Overlap
 from vlmembed.parts import PartRecord, file_sha256, part_name, read_records, storing
@@ -31,6 +32,7 @@ from vlmembed.shardset import open_shards, whole_counts, whole_provenance
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
+    from pathlib import Path
 
     from vlmembed.merging import Numbered
     from vlmembed.shardset import ShardOutput
@@ -45,7 +47,7 @@ _RUN = ("fingerprint", "merged_from")
 def merge(
     outputs: Sequence[str | os.PathLike[str]], target: str | os.PathLike[str], *, overwrite: bool = False
 ) -> RunReport:
-    """Make the output of a whole run, `target`, of the `outputs` of all its shards, in any order.
+    """Make the output of a whole run, `target`, of the `outputs` of all its shards, paths or URLs, in any order.
 
     A row whose content an earlier shard has becomes its duplicate, and gets its vectors.
 
@@ -56,10 +58,15 @@ def merge(
         StorageError: a file could not be written; nothing is left of it.
     """
     began = time.perf_counter()
-    for name in (os.fspath(path) for path in (*outputs, target)):
-        if "://" in name:
-            msg = f"{name!r} is a URL, and shards are merged on a local disk: copy them there first"
-            raise InputError(msg)
+    if "://" in os.fspath(target):
+        msg = f"{os.fspath(target)!r} is a URL, and shards are merged on a local disk: name a file there, and copy it"
+        raise InputError(msg)
+    with ExitStack() as stack:
+        copies = [stack.enter_context(local_copy(name)) for name in outputs]
+        return _merge(copies, target, overwrite=overwrite, began=began)
+
+
+def _merge(outputs: Sequence[Path], target: str | os.PathLike[str], *, overwrite: bool, began: float) -> RunReport:
     paths = OutputPaths.of(target)
     paths.check_writable()
     if (paths.partial / PUBLICATION).exists():

@@ -5,6 +5,7 @@ Shape legend: N images, D width, M_i tokens of image i.
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,6 @@ from vlmembed.preprocess import preprocess
 from vlmembed.towers import load_tower as load_on_device
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
@@ -103,6 +103,10 @@ def pack_images(
     if resize not in CHOICES["resize"]:
         msg = f"resize is {resize!r}; it can be {', '.join(CHOICES['resize'])}"
         raise ConfigError(msg)
+    is_array = isinstance(images, np.ndarray) and images.ndim == CHANNELS
+    if is_array or isinstance(images, (Image.Image, str, bytes)):
+        msg = f"images is one {type(images).__name__}; it is a list of pictures: [image]"
+        raise InputError(msg)
     if not len(images):
         msg = "no images to pack: give one at least"
         raise InputError(msg)
@@ -130,6 +134,9 @@ def _upright_rgb(image: Image.Image | UInt8Array) -> Image.Image:
         ValueError: it is no picture. OSError, ImageError: it cannot be decoded.
     """
     if not isinstance(image, Image.Image):
+        if isinstance(image, (str, os.PathLike)):
+            msg = f"{image!r} is a path: open it with PIL.Image.open"
+            raise ValueError(msg)  # noqa: TRY004  told with the image's place, like what is wrong with others
         array = np.asarray(image)
         if array.dtype != np.uint8 or array.ndim != CHANNELS or array.shape[-1] != CHANNELS or not array.size:
             msg = f"an array of {array.dtype}, {array.shape}, is no picture: give uint8, (height, width, 3), in RGB"

@@ -108,16 +108,15 @@ def ordered_map(
         for item in items:
             size = num_bytes(item)
             while pending and (len(pending) >= max_items or in_flight_bytes + size > max_bytes):
-                future, freed = pending.popleft()
-                in_flight_bytes -= freed
-                yield future.result()
+                in_flight_bytes -= pending[0][1]
+                yield pending.popleft()[0].result()
             pending.append((submit(item), size))
             in_flight_bytes += size
         while pending:
             yield pending.popleft()[0].result()
     finally:
-        for future, _ in pending:
-            future.cancel()
+        while pending:  # no name is left for a future, whose exception would lead back here, and keep all alive
+            pending.popleft()[0].cancel()
 
 
 @dataclass(slots=True, eq=False)

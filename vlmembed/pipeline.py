@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Generator
 from contextlib import contextmanager
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -242,13 +243,18 @@ class Pipeline:
 
     def _read(self, start: int, limit: int | None, after: str | None) -> None:
         left = None if limit is None else limit - start
-        rows = self.clock.iterate("read", islice(self._rows(start, after), left))
-        images = self.clock.iterate("wait", self._images(self._counted(rows)))
-        packs = pack(images, self._layout, self.packing, alone=self._config.deterministic)
-        for batch in self.clock.iterate("pack", packs):
-            with self.clock.measure("give to encoder"):
-                self._packs.put(batch)
-            self._watchdog.moved()
+        source_rows = self._rows(start, after)
+        try:
+            rows = self.clock.iterate("read", islice(source_rows, left))
+            images = self.clock.iterate("wait", self._images(self._counted(rows)))
+            packs = pack(images, self._layout, self.packing, alone=self._config.deterministic)
+            for batch in self.clock.iterate("pack", packs):
+                with self.clock.measure("give to encoder"):
+                    self._packs.put(batch)
+                self._watchdog.moved()
+        finally:
+            if isinstance(source_rows, Generator):
+                source_rows.close()  # its threads end now, and not whenever it is collected
         self._put(EndOfInput(num_rows=self.num_rows_read))
         self._packs.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,8 @@ _REQUIRED = {"inputs": 'inputs = ["images"]', "output": 'output = "out.parquet"'
 
 
 def load_recipe(path: str | os.PathLike[str], sets: Sequence[str] = ()) -> EncodeConfig:
-    """Read a recipe. Relative paths in it count from the working directory, as on the command line.
+    """Read a recipe, ``"-"`` from standard input. Relative paths in it count from the working directory, as on the
+    command line.
 
     `sets` are ``"key=value"`` and stand over what the file says; of several with one key the last counts. Texts need no
     quotes, lists are TOML arrays or one element, ``"key="`` puts a setting back to its default.
@@ -35,6 +37,9 @@ def load_recipe(path: str | os.PathLike[str], sets: Sequence[str] = ()) -> Encod
         ConfigError: it is not TOML; a key is unknown, a value cannot be had, inputs or output are missing.
     """
     shown = os.fspath(path)
+    if isinstance(sets, str):
+        msg = f"sets is {sets!r}; it is a list of them: [{sets!r}]"
+        raise ConfigError(msg)
     settings = _read_settings(shown)
     for text in sets:
         name, value = _parse_set(text)
@@ -57,13 +62,14 @@ def load_recipe(path: str | os.PathLike[str], sets: Sequence[str] = ()) -> Encod
 def _read_settings(shown: str) -> dict[str, Any]:
     """The file's settings by field name, each of a kind and size that it can have."""
     try:
-        text = Path(shown).read_bytes().decode("utf-8-sig")  # some editors put a byte order mark
+        content = sys.stdin.buffer.read() if shown == "-" else Path(shown).read_bytes()
+        text = content.decode("utf-8-sig")  # some editors put a byte order mark
     except UnicodeDecodeError as error:
         msg = f"{shown} is not text in UTF-8 ({error.reason} at byte {error.start}): a recipe is a TOML file"
         raise InputError(msg) from error
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         reason = getattr(error, "strerror", None) or error
-        msg = f"recipe {shown!r} cannot be read ({reason}): name a TOML file, such as pipelines/folder.toml"
+        msg = f"recipe {shown!r} cannot be read ({reason}): name a TOML file with the settings of a run"
         raise InputError(msg) from error
     settings: dict[str, Any] = {}
     for key, value in _parse_toml(text, f"{shown} is not valid TOML").items():
@@ -71,7 +77,7 @@ def _read_settings(shown: str) -> dict[str, Any]:
             msg = f"{shown}: [{key}] is a table; settings stand alone, one key = value a line"
             raise ConfigError(msg)
         try:
-            name = setting_name(key)
+            name = setting_name(key, as_flags="_" not in key)
         except ConfigError as error:
             msg = f"{shown}: {error}"
             raise ConfigError(msg) from error
@@ -131,7 +137,7 @@ def _parse_set(text: str) -> tuple[str, Any]:
         msg = f"{where}: there is no = behind it; write --set key=value, such as --set limit=100"
         raise ConfigError(msg)
     try:
-        name = setting_name(key)
+        name = setting_name(key, as_flags="_" not in key)
     except ConfigError as error:
         msg = f"{where}: {error}"
         raise ConfigError(msg) from error
@@ -142,7 +148,7 @@ def _parse_set(text: str) -> tuple[str, Any]:
 
 def _value_of(name: str, text: str, where: str) -> Any:  # noqa: ANN401  whatever the field can hold
     if name in LISTS:
-        if text.startswith("[") and text.endswith("]"):
+        if text.startswith("[") and (text.endswith("]") or text[1:2] in ('"', "'")):  # not a pattern: [ab]*.jpg
             return _toml_value(text, f'{where}: {_flag(name)} is no TOML array, such as {_flag(name)}=["a", "b"]')
         one = _unquoted(text)
         return [each for each in one.split(",") if each] if name == "keep_columns" and one == text else [one]
@@ -194,13 +200,26 @@ def recipe_text(provenance: Mapping[str, Any]) -> str:
         "Relative paths count from the folder in which it was run.",
         *_gaps(recorded),
     ]
-    settings = {_flag(key): value for key, value in recorded.items()}
+    settings = {_flag(key): value for key, value in recorded.items() if key not in _unwritable(recorded)}
     return "".join(f"# {_on_one_line(note)}\n" for note in notes) + "\n" + tomli_w.dumps(settings)
+
+
+def _unwritable(recorded: Mapping[str, Any]) -> list[str]:
+    """Settings with names of files that are no Unicode: TOML is."""
+
+    def is_unicode(value: object) -> bool:
+        texts = value if isinstance(value, list) else [value]
+        return not any("\ud800" <= each <= "\udfff" for text in texts for each in str(text))
+
+    return [key for key, value in recorded.items() if not is_unicode(value)]
 
 
 def _gaps(recorded: Mapping[str, Any]) -> list[str]:
     """What a recipe cannot hold, of what this one would need."""
-    gaps = []
+    gaps = [
+        f"{_flag(key)} names a file whose name is not UTF-8, which TOML cannot hold: give --set {_flag(key)}=NAME."
+        for key in _unwritable(recorded)
+    ]
     if "-" in recorded.get("inputs", ()):
         gaps.append('The list that came from standard input ("-") is not in it: feed it in again.')
     if any("://" in str(place) for place in (*recorded.get("inputs", ()), recorded.get("output", ""))):

@@ -68,7 +68,7 @@ class RunReport:
     @property
     def failed_share(self) -> float:
         """Failed rows over all rows, 0 to 1."""
-        return self.num_failed / self.num_rows
+        return self.num_failed / self.num_rows if self.num_rows else 0.0
 
     def exceeds(self, max_error_rate: float) -> bool:
         """Whether this process has embedded, and more than this share of the rows has failed."""

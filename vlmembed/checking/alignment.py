@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from vlmembed.database import open_scratch
+from vlmembed.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -44,6 +45,9 @@ class _Window:
             batch = next(self._batches, None)
             if batch is None:
                 break
+            if batch["id"].null_count:
+                msg = "one of the outputs has rows without an id: name outputs as they were written"
+                raise InputError(msg)
             more = pa.Table.from_batches([batch])
             self.rows = more if self.rows is None else pa.concat_tables([self.rows, more])
             self.ids += batch["id"].to_pylist()

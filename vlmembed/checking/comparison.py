@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -15,6 +16,8 @@ from vlmembed.checking.alignment import Alignment
 from vlmembed.checking.deviation import TOLERANCES, deviations_of, version_differences
 from vlmembed.errors import ConfigError, InputError
 from vlmembed.finished import FinishedOutput, reading
+from vlmembed.mirror.localcopy import local_copy
+from vlmembed.mirror.remoterun import is_remote
 from vlmembed.provenance import difference
 from vlmembed.schema import VectorColumn
 
@@ -112,7 +115,8 @@ class Comparison:
 def compare(
     path: str | os.PathLike[str], against: str | os.PathLike[str], *, tolerance: float | None = None
 ) -> Comparison:
-    """Hold an output, of whatever kind, against another: ids, contents, sizes, failures, kept columns, vectors.
+    """Hold an output, of whatever kind, against another: ids, contents, sizes, failures, kept columns, vectors. Both
+    are paths or URLs.
 
     `tolerance` is how far vectors may be apart, |a - b| / |b|; None is the looser of what the two runs' dtypes
     allow. Rows are streamed, and brought together by id; those that are out of step wait in a temporary file.
@@ -124,7 +128,14 @@ def compare(
     if tolerance is not None and not tolerance >= 0:
         msg = f"tolerance is {tolerance}; it must be 0 or more"
         raise ConfigError(msg)
-    here, there = (_open(Path(each)) for each in (path, against))
+    with ExitStack() as stack:
+        here, there = (_open(stack.enter_context(local_copy(each))) for each in (path, against))
+        found = _compare(here, there, tolerance)
+    found.path, found.against = (str(each) if is_remote(each) else Path(each) for each in (path, against))
+    return found
+
+
+def _compare(here: FinishedOutput, there: FinishedOutput, tolerance: float | None) -> Comparison:
     facts = here.provenance, there.provenance
     if tolerance is None:
         tolerance = max(TOLERANCES[each["fingerprint"]["dtype"]] for each in facts)

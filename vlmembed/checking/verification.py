@@ -16,6 +16,8 @@ from vlmembed.decode import own_pillow_settings
 from vlmembed.decoders import ThreadDecoders, decode_in_order
 from vlmembed.errors import ConfigError, InputError
 from vlmembed.finished import FinishedOutput, input_rows
+from vlmembed.mirror.localcopy import local_copy
+from vlmembed.mirror.remoterun import is_remote
 from vlmembed.output import OutputPaths, is_folder_output
 from vlmembed.packer import PackingStats, pack
 from vlmembed.patcher import Patcher
@@ -84,7 +86,7 @@ def verify(
     inputs: Sequence[str] = (),
     device: str = "auto",
 ) -> Verification:
-    """Read, hash and encode `num_rows` random rows of an output again, or all (None), and compare.
+    """Read, hash and encode `num_rows` random rows of an output, a path or a URL, again, or all (None), and compare.
 
     `seed` chooses the rows. `inputs` stand for those that are recorded, where the pictures have moved; `device` is as
     in `EncodeConfig`. `tolerance` is of |now - stored| / |stored| per row; None goes by the dtype of the layers (0.002
@@ -94,7 +96,15 @@ def verify(
         InputError: the output cannot be read, or the inputs do not have the same ids any more.
         ConfigError: `num_rows` or `tolerance` is out of range. ModelError: the model is not there.
     """
-    path = Path(path)
+    with local_copy(path) as copy:
+        found = _verify(copy, num_rows=num_rows, seed=seed, tolerance=tolerance, inputs=inputs, device=device)
+    found.path = str(path) if is_remote(path) else Path(path)
+    return found
+
+
+def _verify(
+    path: Path, *, num_rows: int | None, seed: int, tolerance: float | None, inputs: Sequence[str], device: str
+) -> Verification:
     output = FinishedOutput.open(path)
     facts = output.provenance
     if "counts" not in facts:
@@ -108,15 +118,17 @@ def verify(
         msg = f"rows is {num_rows} and tolerance {tolerance}; the one must be 1 or more, the other 0 or more"
         raise ConfigError(msg)
     _check_counts(output, found)
+    if not found.num_rows:
+        found.problems.append(f"{path} holds no rows, so there is nothing to check")
     count = found.num_rows if num_rows is None else min(num_rows, found.num_rows)
     positions = np.sort(np.random.default_rng(seed).choice(found.num_rows, count, replace=False)).astype(np.int64)
     paths = OutputPaths(output=path, is_folder=is_folder_output(path))
     with ExitStack() as stack:
         source = stack.enter_context(closing(_open_inputs(config, paths)))
         if source.keys_digest != facts["fingerprint"]["keys_sha256"]:
-            msg = (
-                f"the inputs of {path} do not have the ids any more that they had: name them behind it as they are now"
-            )
+            given = ", ".join(inputs)
+            what = f"{given} does not have the ids" if inputs else f"the inputs of {path} do not have the ids any more"
+            msg = f"{what} that they had: name all of them behind it as they are now, with the same files in them"
             raise InputError(msg)
         plan, _ = make_plan(config, paths, source, Earlier(output=None, partial=None))
         stack.enter_context(closing(plan.encoder))

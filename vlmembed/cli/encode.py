@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from vlmembed.report import RunReport
+
+
+LAST_LINE_SECONDS = 5.0
 
 
 def run_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -67,7 +71,9 @@ def run_to_exit(config: EncodeConfig, *, progress: bool, log_json: str | None) -
         from vlmembed.run import encode as run_encode  # noqa: PLC0415  loads torch
 
         def hung() -> None:
-            log.failed()
+            last_line = threading.Thread(target=log.failed, daemon=True)  # the log may be what hangs
+            last_line.start()
+            last_line.join(LAST_LINE_SECONDS)
             os._exit(EXIT_FAILED)
 
         report = run_encode(config, progress=is_shown, hung=hung, on_event=log.write)

@@ -48,7 +48,8 @@ class EventLog:
             raise ConfigError(msg)
         try:
             self._is_cut = _ends_within_a_line(name)
-            self._descriptor = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            self._descriptor = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
+            os.set_blocking(self._descriptor, True)  # only opening must not wait: for the reader of a FIFO
         except OSError as error:
             msg = f"--log-json {name} cannot be written ({error}): name a file in a folder that exists and is writable"
             raise ConfigError(msg) from error

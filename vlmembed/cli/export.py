@@ -17,8 +17,6 @@ def export(*, output: str, folder: Path, dtype: str, no_duplicates: bool, overwr
     """Write the vectors of OUTPUT as FOLDER/embeddings.npy, and their ids as FOLDER/ids.jsonl, a JSON string a line:
     what faiss and other indexes take."""
     from vlmembed.exporter import export as run_export  # noqa: PLC0415  keeps `--help` light
-    from vlmembed.mirror.localcopy import local_copy  # noqa: PLC0415  the same
 
-    with local_copy(output) as path:
-        found = run_export(str(path), folder, dtype=dtype, duplicates=not no_duplicates, overwrite=overwrite)
+    found = run_export(output, folder, dtype=dtype, duplicates=not no_duplicates, overwrite=overwrite)
     click.echo(f"{found.folder}: {found.num_rows:,} rows of {found.width} values in embeddings.npy, ids in ids.jsonl")

@@ -62,7 +62,7 @@ def describe_inspection(found: Inspection) -> str:
     if found.bytes_per_row is not None:
         lines.append(f"  on disk     {found.num_bytes:,} bytes, {found.bytes_per_row:,.0f} a row")
     lines += _provenance(found)
-    if found.kind == "output" and found.num_tokens is None:
+    if found.nearest:
         lines.append(f"  nearest     among {found.num_compared:,} distinct rows:")
         lines += [f"    {pair.cosine:.4f}  {pair.first}  {pair.second}" for pair in found.nearest]
     return "\n".join(lines)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
 import click
 
 from vlmembed.cli.encode import describe_report
@@ -22,8 +20,5 @@ def merge(*, output: str, shards: tuple[str, ...], overwrite: bool, verbose: boo
     """
     set_up_logging(verbose=verbose)
     from vlmembed.merger import merge as run_merge  # noqa: PLC0415  keeps `--help` light
-    from vlmembed.mirror.localcopy import local_copy  # noqa: PLC0415  the same
 
-    with ExitStack() as stack:
-        paths = [str(stack.enter_context(local_copy(shard))) for shard in shards]
-        click.echo(describe_report(run_merge(paths, output, overwrite=overwrite)))
+    click.echo(describe_report(run_merge(shards, output, overwrite=overwrite)))

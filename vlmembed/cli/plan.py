@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -82,6 +83,9 @@ def _config(
     if recipe is None:
         if sets:
             msg = "--set changes a recipe's settings: give --recipe FILE, or the setting's own flag"
+            raise ConfigError(msg)
+        if recipes := [name for name in inputs if name.endswith(".toml") and Path(name).is_file()]:
+            msg = f"{recipes[0]} is a recipe, and no picture: give --recipe {recipes[0]}"
             raise ConfigError(msg)
         kept = tuple(name for given in settings.pop("keep_columns") for name in given.split(",") if name)
         return EncodeConfig(inputs=inputs, keep_columns=kept, **settings)

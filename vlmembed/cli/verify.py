@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import click
@@ -56,18 +55,10 @@ def verify(
         _verify_against(file, against, tolerance)
         return
     from vlmembed.checking.verification import verify as run_verify  # noqa: PLC0415  loads torch
-    from vlmembed.mirror.localcopy import local_copy  # noqa: PLC0415  keeps `--help` light
 
-    with local_copy(file) as path:
-        found = run_verify(
-            path,
-            num_rows=None if check_all else num_rows,
-            seed=seed,
-            tolerance=tolerance,
-            inputs=inputs,
-            device=device,
-        )
-    found.path = file
+    found = run_verify(
+        file, num_rows=None if check_all else num_rows, seed=seed, tolerance=tolerance, inputs=inputs, device=device
+    )
     click.echo(describe_verification(found))
     if not found.is_good:
         sys.exit(EXIT_TOO_MANY_ERRORS)
@@ -89,12 +80,8 @@ def _check_alone(context: click.Context) -> None:
 
 def _verify_against(file: str, against: str, tolerance: float | None) -> None:
     from vlmembed.checking.comparison import compare  # noqa: PLC0415  keeps `--help` light
-    from vlmembed.mirror.localcopy import local_copy  # noqa: PLC0415  the same
 
-    with ExitStack() as stack:
-        paths = [stack.enter_context(local_copy(name)) for name in (file, against)]
-        found = compare(paths[0], paths[1], tolerance=tolerance)
-    found.path, found.against = file, against
+    found = compare(file, against, tolerance=tolerance)
     click.echo(describe_comparison(found))
     if not found.is_good:
         sys.exit(EXIT_TOO_MANY_ERRORS)
@@ -111,7 +98,8 @@ def describe_verification(found: Verification) -> str:
     lines += [f"  {len(found.changed):,} have other contents now than those that were encoded", *shown]
     shown = [f"    {key}: {reason}" for key, reason in list(found.failed.items())[:MAX_SHOWN]]
     lines += [f"  {len(found.failed):,} cannot be read or encoded any more", *shown]
-    lines.append(_deviation(found))
+    if found.num_checked:
+        lines.append(_deviation(found))
     if found.differences:
         lines += ["  this installation is not the one that made it:", *(f"    {line}" for line in found.differences)]
     return "\n".join(lines)
@@ -128,7 +116,8 @@ def describe_comparison(found: Comparison) -> str:
     for what, rows in found.findings():
         more = [f"    and {rows.count - len(rows.ids):,} more"] if rows.count > len(rows.ids) else []
         lines += [f"  {rows.count:,} rows {what}", *(f"    {key}" for key in rows.ids), *more]
-    lines.append(_deviation(found))
+    if found.num_compared:
+        lines.append(_deviation(found))
     if found.differences:
         lines += ["  settings and versions that differ:", *(f"    {line}" for line in found.differences)]
     return "\n".join(lines)

@@ -53,7 +53,7 @@ class Forecast:
         num_bytes: of the rows' files, in all. formats: rows by Pillow's name of their format.
         skipped: files that are no rows, by kind. failures: by code, most frequent first.
         widths, heights: in pixels, after EXIF orientation. pixels: width x height of each picture.
-        tokens: that attention sees, of each picture. token_bins: their histogram.
+        tokens: that attention sees, of each picture that is encoded. token_bins: their histogram.
         num_stored_tokens: with ``--emit tokens``, what the output holds; None otherwise.
         num_packs, max_tokens_per_batch, packing_efficiency: as in the run's report, 0 to 1.
         output_bytes: of the output without its errors file.

@@ -64,6 +64,9 @@ def plan(
     Raises:
         UsageError: a setting or an input must be changed. ModelError: the model is not there.
     """
+    if hash_contents and config.dedup == "none":
+        msg = "duplicates are asked for, and --dedup none embeds each of them: leave --hash or --dedup none out"
+        raise ConfigError(msg)
     _check(hash_contents=hash_contents, num_sampled=num_sampled, calibration_seconds=calibration_seconds)
     began = time.perf_counter()
     with ExitStack() as stack:
@@ -154,7 +157,10 @@ class _Scan:
                     return
                 yield image
 
-        survey.take(waited_for())
+        if num_sampled is None or num_rows is None or num_sampled >= num_rows:
+            survey.take(waited_for())
+        else:
+            survey.take_sample(waited_for(), num_rows)
         return cls(
             plan=plan,
             cost=cost,
@@ -210,7 +216,7 @@ class _Scan:
             tokens=survey.tokens.summary(self.scale),
             token_bins=survey.tokens.bins(self.scale),
             num_stored_tokens=self.scaled(survey.volume.num_merged) if is_tokens else None,
-            num_packs=self.scaled(survey.packing.num_packs),
+            num_packs=self.scaled(survey.num_packs),
             max_tokens_per_batch=plan.config.max_tokens_per_batch,
             packing_efficiency=survey.packing.efficiency,
             output_bytes=self._output_bytes(size),

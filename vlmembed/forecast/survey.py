@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 NUM_EXAMPLES = 3
 """Failed rows that are named, of each code."""
+
+SAMPLE_PACKS = 64
+"""Packs that a sample is made to fill, so that the last one, which is not full, does not count for much."""
 
 CACHED_SIZES = 4096
 
@@ -96,8 +100,9 @@ class Survey:
         formats: rows by Pillow's name of their format, where it could be told.
         troubles: rows that fail, by code.
         num_duplicates: rows with vectors whose bytes an earlier row has.
-        widths, heights, pixels: of the pictures, upright. tokens: that attention sees; prefix tokens included.
-        packing: the packs that a run would make.
+        widths, heights, pixels: of the pictures, upright. tokens: that attention sees of those that are encoded; prefix
+            tokens included.
+        packing: the packs that a run would make. num_encoded: of the rows looked at, what they hold.
         work: operations of the tower over all images. decode_pixels: of what will be decoded, by format.
         volume: what the output will hold.
         file_bytes: part of `num_bytes` that lies in files and URLs of its own.
@@ -115,7 +120,7 @@ class Survey:
         self._cost = cost
         self._index = index
         self._grid = lru_cache(maxsize=CACHED_SIZES)(self._grid_of)
-        self.num_rows = self.num_bytes = self.file_bytes = self.num_duplicates = 0
+        self.num_rows = self.num_bytes = self.file_bytes = self.num_duplicates = self.num_encoded = 0
         self.formats: Counter[str] = Counter()
         self.troubles: dict[str, Trouble] = {}
         self.widths, self.heights, self.pixels, self.tokens = Spread(), Spread(), Spread(), Spread()
@@ -128,6 +133,30 @@ class Survey:
         """Look at rows in their order, and pack them as a run would, part by part."""
         for _ in choose(self._sized(images), self._rule.layout, self.packing, alone=self._alone):
             pass
+
+    def take_sample(self, images: Iterable[EncodedImage], num_rows: int) -> None:
+        """Look at rows that stand for `num_rows`. They are packed as if they came again and again: a few alone would
+        fill no pack."""
+        sized = [each for each in self._sized(images) if each is not None]
+        if not sized:
+            return
+        total = round(len(sized) * num_rows / self.num_rows)
+        some = math.ceil(SAMPLE_PACKS * self.packing.max_tokens_per_batch / self.tokens.summary(1.0).mean)
+        part = max(1, round(self._rows_per_part * len(sized) / self.num_rows))
+
+        def repeated() -> Iterator[Sized | None]:
+            for number in range(min(total, max(len(sized), some))):
+                if number and number % part == 0:
+                    yield None
+                yield sized[number % len(sized)]
+
+        for _ in choose(repeated(), self._rule.layout, self.packing, alone=self._alone):
+            pass
+
+    @property
+    def num_packs(self) -> float:
+        """Packs for the rows that were looked at; no whole number where they stand for others."""
+        return self.packing.num_packs * self.num_encoded / self.packing.num_images if self.num_encoded else 0.0
 
     def _sized(self, images: Iterable[EncodedImage]) -> Iterator[Sized | None]:
         for image in images:
@@ -175,7 +204,6 @@ class Survey:
             (self.widths, width),
             (self.heights, height),
             (self.pixels, width * height),
-            (self.tokens, num_tokens),
         ):
             spread.add(number)
         self.volume.add(image.key, image.columns, layout.num_merged(grid_hw))
@@ -184,6 +212,8 @@ class Survey:
             self.decode_pixels[header.format] += width * height
         if not is_first and self._dedup != "none":
             return None
+        self.num_encoded += 1
+        self.tokens.add(num_tokens)
         self.work += self._cost.per_token * num_tokens + self._cost.per_pair * num_tokens**2
         return Sized(image.row, grid_hw)
 

@@ -40,11 +40,17 @@ def read_head(
     client: HttpClient, url: str, num_bytes: int, max_bytes: int, pause: Pause = nullcontext
 ) -> tuple[bytes, int] | Oversized:
     """The first `num_bytes` of a file, or all of a shorter one, and its size, by one request. A server that sends the
-    whole file is not listened to for longer, unless it does not tell the size: then all is read, up to `max_bytes`.
+    whole file is not listened to for longer, unless it does not tell the size: then all is read, up to `max_bytes`. One
+    that sends a part and does not say of how many bytes is asked for the whole.
 
     Raises:
         FileNotFoundError: it is not there. OSError: it cannot be read.
     """
+    download = _Download(client, url, max_bytes)
+
+    def whole(deadline: Deadline) -> tuple[bytes, int] | Oversized:
+        content = download.advance(deadline)
+        return content if isinstance(content, Oversized) else (content, len(content))
 
     def read(deadline: Deadline) -> tuple[bytes, int] | Oversized:
         content = io.BytesIO()
@@ -54,6 +60,8 @@ def read_head(
             if answer.range is not None and answer.range[0]:
                 msg = f"{shown_url(url)}: a part came that was not asked for, from byte {answer.range[0]} on"
                 raise TransientError(msg)
+            if answer.range is not None and answer.num_bytes is None:  # of how many bytes it is a part is not said
+                return whole(deadline)
             is_known = answer.num_bytes is not None
             wanted = min(num_bytes, answer.num_bytes) if answer.num_bytes is not None else max_bytes + 1
             for chunk in answer.chunks:

@@ -85,9 +85,10 @@ def _check(config: EncodeConfig, listing: Listing) -> None:
     kinds = [entry.kind for entry in listing.entries]
     for setting, allowed in SETTINGS.items():
         if getattr(config, setting) and not all(kind in allowed for kind in kinds):
+            remedy = "give the others in a run of their own" if len(set(kinds)) > 1 else "leave it out"
             msg = (
                 f"--{setting.replace('_', '-')} is for inputs with columns only (Parquet, CSV, JSONL, Hugging Face and "
-                f"Lance datasets{', tars' if 'tar' in allowed else ''}): give the others in a run of their own"
+                f"Lance datasets{', tars' if 'tar' in allowed else ''}): {remedy}"
             )
             raise ConfigError(msg)
     if len(kinds) > 1 and (config.id_column or config.keep_columns):

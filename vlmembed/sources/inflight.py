@@ -36,7 +36,10 @@ def through(
     def first() -> T:
         entry, lane, amount = pending.popleft()
         lane.used -= amount
-        return entry.result() if isinstance(entry, Future) else entry
+        try:
+            return entry.result() if isinstance(entry, Future) else entry
+        finally:
+            del entry  # a future's exception leads back to here, and the circle would keep all alive
 
     try:
         for item in items:
@@ -50,6 +53,8 @@ def through(
         while pending:
             yield first()
     finally:
-        for entry, *_ in pending:
-            if isinstance(entry, Future):
-                entry.cancel()
+        while pending:
+            waiting = pending.popleft()[0]
+            if isinstance(waiting, Future):
+                waiting.cancel()
+            del waiting

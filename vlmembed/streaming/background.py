@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -93,12 +93,11 @@ class BackgroundRun:
         """
         while True:
             is_over = self._is_over.is_set()
-            try:
+            with suppress(queue.Empty):
                 return self._parts.get(block=not is_over, timeout=POLL_SECONDS)
-            except queue.Empty:
-                if is_over:
-                    self._raise_error()
-                    return None
+            if is_over:
+                self._raise_error()
+                return None
 
     def stop(self) -> None:
         """Let it end soon; what it has not handed over is lost. Does not wait."""

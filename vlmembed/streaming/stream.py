@@ -94,7 +94,8 @@ class Stream(Iterator[pa.RecordBatch]):
             UsageError: the stream was not read to its end.
         """
         if not self._is_over or self._run.report is None:
-            msg = "there is a report once the stream has been read to its end: take the batches that are left"
+            left = "it was closed before that" if self._is_over else "take the batches that are left"
+            msg = f"there is a report once the stream has been read to its end: {left}"
             raise UsageError(msg)
         return self._run.report
 
