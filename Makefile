@@ -67,7 +67,7 @@ $(PILLOW_IMAGES): | $(READY)
 # Two at a time, each with a core of its own: most of the time goes into starting processes.
 test: model data  ## set up, run the tests
 	VLMEMBED_STAMPS=$(STAMPS) VLMEMBED_PILLOW_IMAGES=$(PILLOW_IMAGES) OMP_NUM_THREADS=1 \
-		$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+		$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(READY)  ## run what takes minutes: full-size towers (10 GB of memory), downloads
 	$(BIN)/python -m pytest -m slow
