@@ -28,10 +28,11 @@ ROOT = Path(__file__).parent.parent
 SAMPLES = ROOT / "sample_data" / "images"
 
 
-LONG = (
-    "crash docs workers recipes stream end_to_end families towers memory round_trips api mirror faults hub tokens"
-).split()
-"""Files that take half a minute or more, mostly for processes that they start."""
+LONG = {
+    *("families", "towers", "end_to_end", "workers", "recipes", "crash", "semantic", "docs"),
+    *("pipeline", "resize", "fuzz", "hub", "api"),
+}
+"""Files that take twenty seconds or more."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

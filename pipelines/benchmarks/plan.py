@@ -14,6 +14,7 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 import tarfile
 import tempfile
 from pathlib import Path
@@ -30,11 +31,15 @@ from record import ROOT, write_result
 import vlmembed
 
 LIMIT = 0.25
+CALIBRATION_SECONDS = 4.0
+"""Less than the default, so that the trial sees a small part of these short runs alone."""
+
 BACKGROUNDS = "mate-backgrounds"
 SETTINGS: dict[str, dict[str, Any]] = {
     "food photos, JPEG, folder": {},
     "stamps, PNG, tar": {},
     "backgrounds, JPEG, Parquet": {"resize": "native", "max_pixels": 128 * 14**2},
+    "the same, a quarter of the tokens": {"resize": "native", "max_pixels": 32 * 14**2},
 }
 
 
@@ -87,7 +92,7 @@ def background_table(scratch: Path, count: int) -> Path:
 def compare(source: Path, output: Path, settings: dict[str, Any]) -> dict[str, float]:
     """Plan, then run; what was foreseen over what was."""
     config = vlmembed.EncodeConfig(inputs=(str(source),), output=str(output), overwrite=True, **settings)
-    foreseen = vlmembed.plan(config)
+    foreseen = vlmembed.plan(config, calibration_seconds=CALIBRATION_SECONDS)
     report = vlmembed.encode(config)
     assert foreseen.seconds is not None
     assert foreseen.packing_efficiency == report.packing_efficiency
@@ -116,6 +121,7 @@ def main() -> None:
         scratch = Path(name)
         makers = (photo_folder, stamp_tar, background_table)
         sources = [make(scratch, arguments.num_pictures) for make in makers]
+        sources.append(sources[-1])
         warm = vlmembed.EncodeConfig(inputs=(str(sources[0]),), limit=1)
         vlmembed.plan(warm, calibration_seconds=0.1)  # imports are no part of either side
         ratios: dict[str, list[dict[str, float]]] = {kind: [] for kind in SETTINGS}
@@ -133,6 +139,8 @@ def main() -> None:
     claim = "the time and the output's size that plan foresees are within 25 % of the run that follows"
     print(json.dumps(figures, indent=1))
     print(write_result("plan", claim, arguments.repeats, figures))
+    if not is_kept:
+        sys.exit("the claim is not kept")
 
 
 if __name__ == "__main__":
