@@ -121,7 +121,12 @@ Event: TypeAlias = Start | Part | End | Error
 
 def now() -> str:
     """The time, as events have it."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return as_text(datetime.now(UTC))
+
+
+def as_text(moment: datetime) -> str:
+    """A time in UTC as ISO 8601, to the millisecond."""
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 class RunEvents:

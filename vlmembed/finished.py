@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from vlmembed.errors import InputError
 from vlmembed.lance_output import LanceRows
-from vlmembed.output import LANCE, SUCCESS, errors_beside, is_folder_output, need_lance
+from vlmembed.output import LANCE, SUCCESS, errors_beside, is_folder_output, need_lance, partial_beside
 from vlmembed.schema import VECTORS, read_provenance, read_success
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class FinishedOutput:
             MissingExtraError: it is a Lance dataset, and Lance is not installed.
         """
         if not path.exists():
-            if path.with_name(f"{path.name}.partial").is_dir():
+            if partial_beside(path, is_folder=False).is_dir():
                 msg = (
                     f"{path} is not finished: the command that began it goes on with it (see `vlmembed inspect {path}`)"
                 )

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 SUCCESS = "_SUCCESS"
 PARTIAL = "_partial"
+PARTIAL_SUFFIX = ".partial"
 PUBLICATION = "publication.json"
 
 LANCE = ".lance"
@@ -112,7 +113,7 @@ class OutputPaths:
     @property
     def partial(self) -> Path:
         """The folder of parts."""
-        return self.output / PARTIAL if self.is_folder else self.output.with_name(self.output.name + ".partial")
+        return partial_beside(self.output, is_folder=self.is_folder)
 
     @property
     def success(self) -> Path:
@@ -156,6 +157,11 @@ def need_lance() -> None:
     if find_spec("lance") is None:
         msg = "outputs that end in .lance need the package pylance: pip install 'vlmembed[lance]'"
         raise MissingExtraError(msg)
+
+
+def partial_beside(output: Path, *, is_folder: bool) -> Path:
+    """Where the parts of an output are until it is whole."""
+    return output / PARTIAL if is_folder else output.with_name(output.name + PARTIAL_SUFFIX)
 
 
 def errors_beside(output: Path, *, is_folder: bool) -> Path:

@@ -85,6 +85,11 @@ class Plan:
     schema: pa.Schema
     facts: dict[str, Any]
 
+    @property
+    def end_row(self) -> int | None:
+        """The row before which the run ends; None is the source's end."""
+        return self.config.limit if self.num_rows is None else self.num_rows
+
 
 def find_earlier(paths: OutputPaths, *, overwrite: bool) -> Earlier:
     """What lies at the output. Under `overwrite` a finished file does not matter, whoever wrote it.

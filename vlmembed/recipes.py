@@ -76,16 +76,25 @@ def _read_settings(shown: str) -> dict[str, Any]:
         if _is_table(value):
             msg = f"{shown}: [{key}] is a table; settings stand alone, one key = value a line"
             raise ConfigError(msg)
-        try:
-            name = setting_name(key, as_flags="_" not in key)
-        except ConfigError as error:
-            msg = f"{shown}: {error}"
-            raise ConfigError(msg) from error
+        name = _name_of(key, shown)
         if name in settings:
             msg = f"{shown}: {key!r} is there twice, as {_flag(name)} and as {name}: leave one out"
             raise ConfigError(msg)
         settings[name] = _check(name, value, shown)
     return settings
+
+
+def _name_of(key: str, where: str) -> str:
+    """The field of a key.
+
+    Raises:
+        ConfigError: there is none; the message begins with `where` the key stands.
+    """
+    try:
+        return setting_name(key, as_flags="_" not in key)
+    except ConfigError as error:
+        msg = f"{where}: {error}"
+        raise ConfigError(msg) from error
 
 
 def _parse_toml(text: str, what: str) -> dict[str, Any]:
@@ -136,11 +145,7 @@ def _parse_set(text: str) -> tuple[str, Any]:
     if not equals:
         msg = f"{where}: there is no = behind it; write --set key=value, such as --set limit=100"
         raise ConfigError(msg)
-    try:
-        name = setting_name(key, as_flags="_" not in key)
-    except ConfigError as error:
-        msg = f"{where}: {error}"
-        raise ConfigError(msg) from error
+    name = _name_of(key, where)
     if not value:
         return name, None
     return name, _check(name, _value_of(name, value, where), where)

@@ -27,7 +27,6 @@ from vlmembed.output import (
     write_manifest,
 )
 from vlmembed.parts import PartStore, storing
-from vlmembed.pipeline import Pipeline
 from vlmembed.planning import Earlier, Plan, find_earlier, make_plan, max_row_bytes
 from vlmembed.progress import ProgressBar, StageClock
 from vlmembed.provenance import encoder_fingerprint
@@ -35,9 +34,8 @@ from vlmembed.report import RunReport
 from vlmembed.retry import Retry
 from vlmembed.reuse import EarlierOutputs
 from vlmembed.sources import open_source
-from vlmembed.stages import decoders_of
+from vlmembed.stages import decoders_of, wire
 from vlmembed.suspects import read_suspects
-from vlmembed.writer import Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,6 +45,8 @@ if TYPE_CHECKING:
     from vlmembed.events import Event
     from vlmembed.mirror.mirror import Mirror
     from vlmembed.parts import PartRecord
+    from vlmembed.pipeline import Pipeline
+    from vlmembed.writer import Writer
 
 logger = logging.getLogger(__name__)
 
@@ -298,32 +298,17 @@ def _run_pipeline(
                 mirror.add(store.records[-1])  # with the hashes of its files
             events.committed(record, pipeline)
 
-        assert config.rows_per_part is not None
-        writer = Writer(
+        pipeline, writer = wire(
+            plan,
             store,
-            num_rows=plan.num_rows,
-            rows_per_part=config.rows_per_part,
-            kept=plan.source.kept_schema,
-            on_error=config.on_error,
-            on_commit=on_commit,
-            on_computed=known.keep,
-        )
-        pipeline = Pipeline(
-            config,
-            source=plan.source,
             index=index,
-            find=known.find,
+            known=known,
             decoders=decoders,
-            layout=plan.rule.layout,
-            encoder=plan.encoder,
-            writer=writer,
             clock=StageClock(),
             hung=hung,
+            on_commit=on_commit,
         )
-        if plan.num_rows is None:
-            pipeline.run(start, config.limit, bar, after=store.last_key())
-        else:
-            pipeline.run(start, plan.num_rows, bar)
+        pipeline.run(start, plan.end_row, bar, after=store.last_key() if plan.num_rows is None else None)
     return pipeline, writer
 
 

@@ -9,14 +9,23 @@ from vlmembed.decode_processes import ProcessDecoders
 from vlmembed.decoders import ThreadDecoders
 from vlmembed.parts import storing
 from vlmembed.patcher import Patcher
+from vlmembed.pipeline import Pipeline
 from vlmembed.suspects import SuspectRows
+from vlmembed.writer import Writer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    import threading
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from vlmembed.decoders import DecodePool
+    from vlmembed.dedup import Index
+    from vlmembed.known import Known
+    from vlmembed.parts import PartRecord
     from vlmembed.planning import Plan
+    from vlmembed.progress import StageClock
+    from vlmembed.types import Embedded, Failure, ImageRef
+    from vlmembed.writer import Store
 
 
 @contextmanager
@@ -43,3 +52,44 @@ def decoders_of(plan: Plan, suspects: Path | None) -> Iterator[DecodePool]:
         ThreadDecoders(patcher, num_threads=config.workers, timeout_seconds=config.timeout, suspects=rows) as threads,
     ):
         yield threads
+
+
+def wire(
+    plan: Plan,
+    store: Store,
+    *,
+    index: Index | None,
+    known: Known,
+    decoders: DecodePool,
+    clock: StageClock,
+    hung: Callable[[], None],
+    on_commit: Callable[[PartRecord], None],
+    on_distinct: Callable[[Sequence[tuple[ImageRef, Embedded | Failure]]], None] | None = None,
+    stop: threading.Event | None = None,
+) -> tuple[Pipeline, Writer]:
+    """The stages of a planned run, and the writer that gives its parts to `store`."""
+    assert plan.config.rows_per_part is not None
+    writer = Writer(
+        store,
+        num_rows=plan.num_rows,
+        rows_per_part=plan.config.rows_per_part,
+        kept=plan.source.kept_schema,
+        on_error=plan.config.on_error,
+        on_commit=on_commit,
+        on_computed=known.keep,
+        on_distinct=on_distinct,
+    )
+    pipeline = Pipeline(
+        plan.config,
+        source=plan.source,
+        index=index,
+        find=known.find,
+        decoders=decoders,
+        layout=plan.rule.layout,
+        encoder=plan.encoder,
+        writer=writer,
+        clock=clock,
+        hung=hung,
+        stop=stop,
+    )
+    return pipeline, writer

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from vlmembed.checking.alignment import Alignment
 from vlmembed.checking.deviation import TOLERANCES, deviations_of, version_differences
+from vlmembed.checking.whole import count_problems, open_whole
 from vlmembed.errors import ConfigError, InputError
 from vlmembed.finished import FinishedOutput, reading
 from vlmembed.mirror.localcopy import local_copy
@@ -143,7 +144,7 @@ def _compare(here: FinishedOutput, there: FinishedOutput, tolerance: float | Non
     found.differences = difference(facts[1]["fingerprint"], facts[0]["fingerprint"])
     found.differences += version_differences(*(each.get("versions", {}) for each in facts[::-1]))
     for output in (here, there):
-        _check_counts(output, found)
+        found.problems += count_problems(output)
     columns = _columns_of_both(here, there, found)
     found.kept = {name: Rows() for name in columns if name not in (*_OWN, *here.vectors)}
     vectors = [_vector_column(here.schema.field(name)) for name in columns if name in here.vectors]
@@ -159,31 +160,11 @@ def _compare(here: FinishedOutput, there: FinishedOutput, tolerance: float | Non
 
 
 def _open(path: Path) -> FinishedOutput:
-    output = FinishedOutput.open(path)
-    if "counts" not in output.provenance:
-        msg = f"{path} is a part of an output, not a whole one: name the folder that it lies in"
-        raise InputError(msg)
+    output = open_whole(path)
     if "id" not in output.schema.names:
         msg = f"{path} has no column of ids any more: name an output as it was written"
         raise InputError(msg)
     return output
-
-
-def _check_counts(output: FinishedOutput, found: Comparison) -> None:
-    """Do the files hold as many rows as the run has counted?"""
-    counts = output.provenance["counts"]
-    promised, num_rows = counts["embedded"] + counts["duplicates"], output.num_rows
-    if num_rows != promised:
-        found.problems.append(f"{output.path} holds {num_rows:,} rows, and its run wrote {promised:,}")
-    if not output.has_errors:
-        if counts["failed"]:
-            what = f"the {counts['failed']:,} rows that failed in {output.path} cannot be compared"
-            found.problems.append(f"{output.errors} is not there, so {what}: put it beside it again")
-        return
-    with reading(output.errors):
-        num_failed = pq.read_metadata(output.errors).num_rows
-    if num_failed != counts["failed"]:
-        found.problems.append(f"{output.errors} holds {num_failed:,} rows, and its run wrote {counts['failed']:,}")
 
 
 def _columns_of_both(here: FinishedOutput, there: FinishedOutput, found: Comparison) -> list[str]:

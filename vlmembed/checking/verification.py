@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vlmembed.checking.deviation import TOLERANCES, deviation_of, version_differences
+from vlmembed.checking.whole import count_problems, open_whole
 from vlmembed.config import EncodeConfig
 from vlmembed.decode import own_pillow_settings
 from vlmembed.decoders import ThreadDecoders, decode_in_order
@@ -105,11 +106,8 @@ def verify(
 def _verify(
     path: Path, *, num_rows: int | None, seed: int, tolerance: float | None, inputs: Sequence[str], device: str
 ) -> Verification:
-    output = FinishedOutput.open(path)
+    output = open_whole(path)
     facts = output.provenance
-    if "counts" not in facts:
-        msg = f"{path} is a part of an output, not a whole one: name the folder that it lies in"
-        raise InputError(msg)
     config = _as_recorded(facts["recipe"], inputs, device)
     found = Verification(
         path=path, num_rows=output.num_rows, tolerance=TOLERANCES[config.dtype] if tolerance is None else tolerance
@@ -117,7 +115,7 @@ def _verify(
     if (num_rows is not None and num_rows < 1) or not found.tolerance >= 0:
         msg = f"rows is {num_rows} and tolerance {tolerance}; the one must be 1 or more, the other 0 or more"
         raise ConfigError(msg)
-    _check_counts(output, found)
+    found.problems += count_problems(output)
     if not found.num_rows:
         found.problems.append(f"{path} holds no rows, so there is nothing to check")
     count = found.num_rows if num_rows is None else min(num_rows, found.num_rows)
@@ -171,17 +169,6 @@ def _as_recorded(recipe: str, inputs: Sequence[str], device: str) -> EncodeConfi
         workers=None,
         max_tokens_per_batch=None,
     )
-
-
-def _check_counts(output: FinishedOutput, found: Verification) -> None:
-    """Do the files hold as many rows as the run has counted?"""
-    counts = output.provenance["counts"]
-    promised = counts["embedded"] + counts["duplicates"]
-    if found.num_rows != promised:
-        found.problems.append(f"{output.path} holds {found.num_rows} rows, and its run wrote {promised}")
-    num_failed = len(output.failed_rows())
-    if num_failed != counts["failed"]:
-        found.problems.append(f"{output.errors} holds {num_failed} rows, and its run wrote {counts['failed']}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -44,7 +44,6 @@ def encode(
     no_progress: bool,
     verbose: bool,
     log_json: str | None,
-    keep_columns: tuple[str, ...],
     **settings: Any,  # noqa: ANN401
 ) -> None:
     """Embed the pictures of INPUT... into the Parquet file OUTPUT (or a folder, OUTPUT/, or a Lance dataset, x.lance).
@@ -55,8 +54,7 @@ def encode(
     Rows that fail go to OUTPUT's .errors.parquet. An interrupted run goes on when the same command is given again.
     """
     set_up_logging(verbose=verbose)
-    kept = tuple(name for given in keep_columns for name in given.split(",") if name)
-    run_to_exit(EncodeConfig(keep_columns=kept, **settings), progress=not no_progress, log_json=log_json)
+    run_to_exit(EncodeConfig(**settings), progress=not no_progress, log_json=log_json)
 
 
 def run_to_exit(config: EncodeConfig, *, progress: bool, log_json: str | None) -> None:

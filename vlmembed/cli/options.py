@@ -59,6 +59,10 @@ _HELP = {
 _SWITCHES = {"normalize": "--normalize/--no-normalize", "recursive": "--recursive/--no-recursive"}
 
 
+def _split_at_commas(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for text in given for name in text.split(",") if name)
+
+
 def config_options(command: Callable[..., None]) -> Callable[..., None]:
     """One option per `EncodeConfig` field; the defaults are the config's own."""
     for field in reversed(dataclasses.fields(EncodeConfig)):
@@ -75,6 +79,8 @@ def config_options(command: Callable[..., None]) -> Callable[..., None]:
             options["show_default"] = "auto" if field.default is None and field.name != "limit" else True
         elif field.name in ("keep_columns", "reuse"):
             options |= {"multiple": True, "show_default": False}
+            if field.name == "keep_columns":
+                options["callback"] = _split_at_commas
         elif field.default is False:
             options["is_flag"] = True
         command = click.option(flag, field.name, **options)(command)

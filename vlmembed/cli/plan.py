@@ -87,8 +87,7 @@ def _config(
         if recipes := [name for name in inputs if name.endswith(".toml") and Path(name).is_file()]:
             msg = f"{recipes[0]} is a recipe, and no picture: give --recipe {recipes[0]}"
             raise ConfigError(msg)
-        kept = tuple(name for given in settings.pop("keep_columns") for name in given.split(",") if name)
-        return EncodeConfig(inputs=inputs, keep_columns=kept, **settings)
+        return EncodeConfig(inputs=inputs, **settings)
     from vlmembed.recipes import load_recipe  # noqa: PLC0415  keeps `--help` light
 
     given = [name for name in settings if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE]

@@ -257,4 +257,4 @@ class _Scan:
 
 
 def _from_the_front(plan: Plan) -> Iterator[EncodedImage]:
-    return islice(plan.source.read(0), plan.config.limit if plan.num_rows is None else plan.num_rows)
+    return islice(plan.source.read(0), plan.end_row)

@@ -10,7 +10,7 @@ import hashlib
 import threading
 import time
 from collections import Counter, defaultdict
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,13 +18,12 @@ import numpy as np
 
 from vlmembed.calibration import MAX_PACK_TOKENS, calibration_batch
 from vlmembed.decode import read_header
-from vlmembed.decode_processes import ProcessDecoders
-from vlmembed.decoders import ThreadDecoders, decode_in_order
+from vlmembed.decoders import decode_in_order
 from vlmembed.errors import StoppedError
 from vlmembed.packer import PackingStats, pack
 from vlmembed.parallel import Channel
-from vlmembed.patcher import Patcher
 from vlmembed.pipeline import JOIN_SECONDS, MAX_DECODE_BYTES
+from vlmembed.stages import decoders_of
 from vlmembed.types import EmbeddingBatch, Failure, ImageRef
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ class Trial:
         warming = calibration_batch(self._plan.rule, min(self._budget, MAX_PACK_TOKENS))
         for _ in self._plan.encoder.stream([warming]):
             pass
-        with self._decoders() as decoders:
+        with decoders_of(self._plan, None) as decoders:
             reader = threading.Thread(target=self._read_and_pack, args=(rows, decoders), name="trial", daemon=True)
             self._began_at = time.perf_counter()
             reader.start()
@@ -128,22 +127,6 @@ class Trial:
                 reader.join(JOIN_SECONDS)
         if self._errors:
             raise self._errors[0]
-
-    @contextmanager
-    def _decoders(self) -> Iterator[DecodePool]:
-        config = self._plan.config
-        patcher = Patcher(
-            rule=self._plan.rule,
-            max_source_pixels=config.max_source_pixels,
-            hash_pixels=config.dedup == "pixels",
-        )
-        pool: DecodePool
-        if config.decode == "processes":
-            pool = ProcessDecoders(patcher, num_processes=self._num_workers, timeout_seconds=config.timeout)
-        else:
-            pool = ThreadDecoders(patcher, num_threads=self._num_workers, timeout_seconds=config.timeout)
-        with pool:
-            yield pool
 
     def _encode(self) -> None:
         num_packs = num_alone = 0

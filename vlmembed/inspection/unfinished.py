@@ -9,7 +9,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from vlmembed.errors import InputError, OutputError
-from vlmembed.output import PARTIAL, PUBLICATION, is_folder_output, read_manifest
+from vlmembed.events import as_text
+from vlmembed.output import PARTIAL, PARTIAL_SUFFIX, PUBLICATION, is_folder_output, partial_beside, read_manifest
 from vlmembed.parts import LINES, read_records
 
 if TYPE_CHECKING:
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from typing import Self
 
     from vlmembed.parts import PartRecord
-
-SUFFIX = ".partial"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +65,9 @@ class UnfinishedRun:
         fingerprint = manifest["fingerprint"]
         return cls(
             partial=partial,
-            output=partial.parent if partial.name == PARTIAL else partial.with_name(partial.name.removesuffix(SUFFIX)),
+            output=partial.parent
+            if partial.name == PARTIAL
+            else partial.with_name(partial.name.removesuffix(PARTIAL_SUFFIX)),
             provenance=manifest,
             num_rows_total=fingerprint.get("num_rows"),
             records=tuple(records),
@@ -99,9 +100,8 @@ class UnfinishedRun:
 
 def partial_of(path: Path) -> Path | None:
     """The partial folder that belongs to what a user has named, or is it, if there is one."""
-    is_itself = path.is_dir() and (path.name == PARTIAL or path.name.endswith(SUFFIX))
-    beside = path / PARTIAL if is_folder_output(path) else path.with_name(path.name + SUFFIX)
-    partial = path if is_itself else beside
+    is_itself = path.is_dir() and (path.name == PARTIAL or path.name.endswith(PARTIAL_SUFFIX))
+    partial = path if is_itself else partial_beside(path, is_folder=is_folder_output(path))
     return partial if partial.is_dir() else None
 
 
@@ -130,4 +130,4 @@ def is_held(lock: Path) -> bool | None:
 
 def _changed(path: Path) -> str:
     seconds = path.stat().st_mtime
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return as_text(datetime.fromtimestamp(seconds, UTC))

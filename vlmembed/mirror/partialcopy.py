@@ -18,15 +18,13 @@ from vlmembed.errors import InputError, OutputError
 from vlmembed.mirror.objects import Objects
 from vlmembed.mirror.owner import STALE_SECONDS
 from vlmembed.mirror.remoterun import MANIFEST, NUM_TRANSFERS, RemoteNames, RemoteRun
-from vlmembed.output import PARTIAL, OutputPaths
+from vlmembed.output import PARTIAL, PARTIAL_SUFFIX, OutputPaths
 from vlmembed.parts import LINES
 from vlmembed.remote.remotes import Remotes
 from vlmembed.remote.urls import WEB_SCHEMES, parse_store_url, scheme_of, shown_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-SUFFIX = ".partial"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +70,7 @@ def _copy(remotes: Remotes, url: str, folder: Path) -> PartialCopy | None:
     parent, _, name = parsed.path.rstrip("/").rpartition("/")
     if name == PARTIAL:
         parent, _, name = parent.rpartition("/")
-    name = name.removesuffix(SUFFIX)
+    name = name.removesuffix(PARTIAL_SUFFIX)
     objects = Objects(remotes, parsed.sibling(parent))
     for is_folder in (False, True):
         paths = OutputPaths(output=folder / name, is_folder=is_folder)

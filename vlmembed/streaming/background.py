@@ -22,9 +22,8 @@ from vlmembed.planning import Earlier, make_plan, max_row_bytes
 from vlmembed.progress import StageClock
 from vlmembed.report import RunReport
 from vlmembed.sources import open_source
-from vlmembed.stages import decoders_of
+from vlmembed.stages import decoders_of, wire
 from vlmembed.streaming.recent import MemoryStore, RecentHashes, num_recent
-from vlmembed.writer import Writer
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from vlmembed.config import EncodeConfig
     from vlmembed.planning import Plan
     from vlmembed.streaming.recent import StreamedPart
+    from vlmembed.writer import Writer
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class BackgroundRun:
         self.num_rows, self.schema = plan.num_rows, store.schema
         ready = time.perf_counter()
         self._is_ready.set()
-        pipeline.run(0, self._config.limit if plan.num_rows is None else plan.num_rows, None)
+        pipeline.run(0, plan.end_row, None)
         if self._is_closed:
             return
         counts = writer.finish(pipeline.num_rows_read)
@@ -176,27 +176,16 @@ class BackgroundRun:
             max_rows=0 if index is None else max_rows,
             deliver=deliver,
         )
-        writer = Writer(
+        pipeline, writer = wire(
+            plan,
             store,
-            num_rows=plan.num_rows,
-            rows_per_part=config.rows_per_part,
-            kept=plan.source.kept_schema,
-            on_error=config.on_error,
-            on_commit=lambda _: None,
-            on_computed=known.keep,
-            on_distinct=store.remember,
-        )
-        pipeline = Pipeline(
-            config,
-            source=plan.source,
             index=index,
-            find=known.find,
+            known=known,
             decoders=decoders,
-            layout=plan.rule.layout,
-            encoder=plan.encoder,
-            writer=writer,
             clock=self._clock,
             hung=self._give_up,
+            on_commit=lambda _: None,
+            on_distinct=store.remember,
             stop=self._stop,
         )
         return pipeline, writer, store
