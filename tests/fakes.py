@@ -237,17 +237,17 @@ def flash_attn_varlen_func(
 ) -> torch.Tensor:
     """FlashAttention's interface in float32: of each segment no more than `max_seqlen_q` rows, as its grid has no more
     blocks; what no segment covers is left as it was, garbage."""
-    assert cu_seqlens_q.dtype == torch.int32
-    assert cu_seqlens_q is cu_seqlens_k
-    assert max_seqlen_q == max_seqlen_k
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    assert cu_seqlens_q is cu_seqlens_k or max_seqlen_q == 1
     out_THd = torch.full(q_THd.shape, torch.nan)
-    for start, end in itertools.pairwise(cu_seqlens_q.tolist()):
-        stop = min(end, start + max_seqlen_q)
-        if start == stop:
+    of_queries, of_keys = (itertools.pairwise(each.tolist()) for each in (cu_seqlens_q, cu_seqlens_k))
+    for (q_start, q_end), (start, end) in zip(of_queries, of_keys, strict=True):
+        rows, keys = slice(q_start, min(q_end, q_start + max_seqlen_q)), slice(start, min(end, start + max_seqlen_k))
+        if keys.start == keys.stop:
             continue
-        q, k, v = (x_THd[start:stop].float().transpose(0, 1) for x_THd in (q_THd, k_THd, v_THd))
+        q, k, v = (x_THd[each].float().transpose(0, 1) for x_THd, each in ((q_THd, rows), (k_THd, keys), (v_THd, keys)))
         weights = torch.softmax(softmax_scale * (q @ k.transpose(1, 2)), dim=-1)
-        out_THd[start:stop] = (weights @ v).transpose(0, 1)
+        out_THd[rows] = (weights @ v).transpose(0, 1)
     return out_THd.to(q_THd.dtype)
 
 

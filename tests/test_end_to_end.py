@@ -230,8 +230,8 @@ def test_a_run_that_goes_on_keeps_what_the_first_start_decided(
 ) -> None:
     folder = many_pictures(tmp_path / "in", 40)
     settings = {"model": str(tiny_model), "rows_per_part": 10}
-    monkeypatch.setattr("vlmembed.attention.backends.preferred", lambda *_: ("sdpa",))
-    monkeypatch.setattr("vlmembed.attention.varlen.preferred", lambda *_: ("sdpa",))
+    monkeypatch.setattr("vlmembed.attention.backends.preferred", lambda *_: ("cpu",))
+    monkeypatch.setattr("vlmembed.attention.varlen.preferred", lambda *_: ("cpu",))
 
     with monkeypatch.context() as patch:
         stop_after(1, patch)
@@ -241,11 +241,11 @@ def test_a_run_that_goes_on_keeps_what_the_first_start_decided(
     report = run(folder, tmp_path / "out.parquet", **settings)
     assert report.num_resumed == 10
     facts = read_provenance(pq.read_schema(tmp_path / "out.parquet"), "x")
-    assert facts["backend"]["attention"] == "sdpa: torch's SDPA per run of equal segments"
-    assert EncodeConfig.from_toml(facts["recipe"]).attention == "sdpa"
+    assert facts["backend"]["attention"] == "cpu: bmm per run of equal segments"
+    assert EncodeConfig.from_toml(facts["recipe"]).attention == "cpu"
     assert (facts["backend"]["compile"], facts["backend"]["cuda_graphs"]) == ("off", "off")
     run(folder, tmp_path / "anew.parquet", **settings)
-    assert read_provenance(pq.read_schema(tmp_path / "anew.parquet"), "x")["backend"]["attention"].startswith("cpu: ")
+    assert read_provenance(pq.read_schema(tmp_path / "anew.parquet"), "x")["backend"]["attention"].startswith("sdpa: ")
 
 
 def test_what_the_first_start_decided_gives_way_where_it_cannot_be_done(
@@ -260,10 +260,10 @@ def test_what_the_first_start_decided_gives_way_where_it_cannot_be_done(
         with pytest.raises(KeyboardInterrupt):
             run(folder, tmp_path / "out.parquet", **settings)
     manifest = tmp_path / "out.parquet.partial" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('attention = \\"cpu\\"', 'attention = \\"flash2\\"'))
+    manifest.write_text(manifest.read_text().replace('attention = \\"sdpa\\"', 'attention = \\"flash2\\"'))
     assert "flash2" in manifest.read_text()
     assert run(folder, tmp_path / "out.parquet", **settings).num_resumed == 10
-    with pytest.raises(ConfigError, match="--attention flash2 needs a GPU: use cpu"):
+    with pytest.raises(ConfigError, match="--attention flash2 needs a GPU: use sdpa"):
         run(folder, tmp_path / "asked.parquet", attention="flash2", **settings)
 
 

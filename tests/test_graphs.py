@@ -91,7 +91,9 @@ def graph_encoder(
     """An encoder that runs its layers through graphs."""
     encoder = make_encoder(tower.use_attention("flash2"), pool, link=link)
     max_patches = BUDGET * tower.layout.merge_size**2
-    encoder.graphs = GraphRunner(tower, api, max_patches=max_patches, deepstack=encoder.deepstack, **settings)
+    encoder.graphs = GraphRunner(
+        tower, api, max_patches=max_patches, pool=encoder.pool, deepstack=encoder.deepstack, **settings
+    )
     return encoder, encoder.graphs
 
 
@@ -107,7 +109,7 @@ def filled_outputs(tower: Tower, batch: PackedBatch, pool: str | None) -> list[n
     """The plain layers on the filled pack, and what they say of its images."""
     pack = DevicePack.of(fill_batch(batch, key_of(tower, batch)[0], tower.layout), CPU)
     deepstack = pool is None and tower.num_deepstack > 0
-    features = tower.features(pack.patches, pack.metadata, deepstack=deepstack)
+    features = tower.features(pack.patches, pack.metadata, pool=pool, deepstack=deepstack)
     images = pack.metadata.of_images(batch.metadata)
     outputs = tower.tokens_of(features, images) if pool is None else [tower.pooled_of(features, images, pool)]
     return [output.numpy() for output in outputs]

@@ -39,8 +39,9 @@ from vlmembed.lanes import DeviceLink, HostLink, Ticket
 from vlmembed.towers import load_tower
 from vlmembed.towers.base import Tower
 from vlmembed.towers.dense import DenseTower
-from vlmembed.tuning import Variants, settle
+from vlmembed.tuning import settle
 from vlmembed.types import Failure
+from vlmembed.variants import ROUNDS, UNMEASURED_ROUNDS, Variants
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -51,8 +52,8 @@ if TYPE_CHECKING:
     from vlmembed.lanes import Forward
     from vlmembed.layout import ResizeRule
     from vlmembed.report import RunReport
-    from vlmembed.tuning import Way
     from vlmembed.types import EmbeddingBatch, PackedBatch
+    from vlmembed.variants import Way
 
 __all__ = ["one_thread", "tower_of"]
 
@@ -144,7 +145,7 @@ def tight_encoder(tower: Tower, memory: Memory, link: str, monkeypatch: pytest.M
         return make_encoder(tower, "cls", link=TightDevice(memory, None if link == "late" else 1))
     features = tower.features
 
-    def tight(patches: torch.Tensor, metadata: DeviceMetadata, **settings: bool) -> list[torch.Tensor]:
+    def tight(patches: torch.Tensor, metadata: DeviceMetadata, **settings: Any) -> list[torch.Tensor]:  # noqa: ANN401  as the tower's
         memory.take(len(metadata.segments.cu_seqlens) - 1)
         return features(patches, metadata, **settings)
 
@@ -259,7 +260,12 @@ def test_the_one_picture_that_never_fits_is_a_row_of_the_errors(
     features = DenseTower.features
     tried: list[tuple[int, int]] = []
 
-    def tight(tower: DenseTower, patches: torch.Tensor, metadata: DeviceMetadata, **rest: bool) -> list[torch.Tensor]:
+    def tight(
+        tower: DenseTower,
+        patches: torch.Tensor,
+        metadata: DeviceMetadata,
+        **rest: Any,  # noqa: ANN401  as the tower's
+    ) -> list[torch.Tensor]:
         tried.append((len(patches), len(metadata.segments.cu_seqlens) - 1))
         if len(patches) > 100:
             no_room_on_a_gpu()
@@ -365,7 +371,7 @@ LONG_RUN = 10**7
 
 
 def config(**settings: Any) -> EncodeConfig:  # noqa: ANN401  any setting
-    values: dict[str, Any] = {"dtype": "fp32", "max_tokens_per_batch": 200, **settings}
+    values: dict[str, Any] = {"dtype": "fp32", "max_tokens_per_batch": 200, "runtime": "torch", **settings}
     return EncodeConfig(inputs=("in",), output="out.parquet", **values)
 
 
@@ -419,8 +425,8 @@ def test_nothing_is_measured_that_is_asked_for(
     encoder: Encoder, rule: ResizeRule, stopwatch: Stopwatch, compiled: list[bool]
 ) -> None:
     settled, reasons = settle(config(compile="off", cuda_graphs="off"), encoder, rule=rule, num_rows=LONG_RUN)
-    assert (settled.attention, settled.compile, settled.cuda_graphs) == ("cpu", "off", "off")
-    assert reasons == {"compile": "as asked for", "cuda_graphs": "as asked for"}
+    assert (settled.attention, settled.compile, settled.cuda_graphs) == ("sdpa", "off", "off")
+    assert reasons == dict.fromkeys(("runtime", "compile", "cuda_graphs"), "as asked for")
     assert not any(compiled)
     settled, reasons = settle(config(compile="on", cuda_graphs="off"), encoder, rule=rule, num_rows=1)
     assert (settled.compile, reasons["compile"]) == ("on", "as asked for")
@@ -485,6 +491,7 @@ def test_compiling_must_be_faster(
     settled, reasons = settle(config(), encoder, rule=rule, num_rows=LONG_RUN)
     assert (settled.compile, settled.cuda_graphs) == (expected, "off")
     assert reasons == {
+        "runtime": "as asked for",
         "compile": f"{gain:.2f} times as fast as without on a pack of 200 tokens",
         "cuda_graphs": "not confirmed on a GPU yet",
     }
@@ -495,6 +502,7 @@ def test_compiling_must_be_faster(
 
 def test_without_a_compiler(encoder: Encoder, rule: ResizeRule, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = random_pack([(2, 3), (1, 4)], encoder.layout)
+    encoder.tower.use_attention("sdpa")  # as will be decided
     expected = encoder.encode(batch).vectors["embedding"]
 
     def broken(*_: object, **__: object) -> NoReturn:
@@ -517,7 +525,7 @@ def test_graphs_need_a_gpu(encoder: Encoder, rule: ResizeRule, monkeypatch: pyte
         settle(config(cuda_graphs="on"), encoder, rule=rule, num_rows=1)
     monkeypatch.setattr(tuning, "GRAPHS_CONFIRMED", True)
     settled, reasons = settle(config(compile="off"), encoder, rule=rule, num_rows=LONG_RUN)
-    assert (settled.cuda_graphs, reasons["cuda_graphs"]) == ("off", "not possible with cpu and cpu attention")
+    assert (settled.cuda_graphs, reasons["cuda_graphs"]) == ("off", "not possible with cpu and sdpa attention")
     assert encoder.graphs is None
 
 
@@ -557,7 +565,7 @@ def test_graphs_must_be_faster(
 
 def test_graphs_are_not_measured_in_a_short_run(on_a_gpu: Encoder, rule: ResizeRule, stopwatch: Stopwatch) -> None:
     _, reasons = settle(config(), on_a_gpu, rule=rule, num_rows=20 * 255)
-    assert reasons["cuda_graphs"] == "too short a run to pay for it"
+    assert reasons["cuda_graphs"] == "about 255 packs are too short a run to pay for it"
     assert not stopwatch.measured
 
 
@@ -593,7 +601,7 @@ def test_a_graph_is_captured_before_it_is_measured(on_a_gpu: Encoder, rule: Resi
     seconds = runs.seconds(ways)
     assert seconds.keys() == ways.keys()
     assert min(seconds.values()) > 0
-    assert (api.num_captures, api.num_replays) == (1, tuning.UNMEASURED_ROUNDS + tuning.ROUNDS - 1)
+    assert (api.num_captures, api.num_replays) == (1, UNMEASURED_ROUNDS + ROUNDS - 1)
     assert on_a_gpu.graphs is not None
     assert on_a_gpu.graphs.describe()["without"] == {"first of its shape": 1}
 

@@ -435,7 +435,7 @@ def test_the_worker_itself_gives_what_an_encoder_gives(tiny_model: Path) -> None
     worker = ThreadWorker("cpu", vlmembed.worker.serve)
     worker.connection.send(order)
     settled = worker.connection.recv()
-    assert (settled.config.attention, settled.config.compile, settled.config.cuda_graphs) == ("cpu", "off", "off")
+    assert (settled.config.attention, settled.config.compile, settled.config.cuda_graphs) == ("sdpa", "off", "off")
     assert settled.cost == blueprint.load(dtype=torch.float32, device=torch.device("cpu")).cost
     batch = make_pack([5, 9], [(3, 2), (4, 4)], blueprint.layout)
     worker.give(_Job(batch=batch, cost=1.0))

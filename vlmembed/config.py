@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", "bf16", "fp16", "fp32"),
     "attention": ("auto", "flash4", "flash3", "flash2", "torch", "sdpa", "cpu"),
+    "runtime": ("auto", "torch", "openvino"),
     "compile": ("auto", "on", "off"),
     "cuda_graphs": ("auto", "on", "off"),
     "emit": ("pooled", "tokens"),
@@ -79,6 +80,7 @@ class EncodeConfig:
             two workers on the CPU.
         dtype: of the layers; ``"auto"`` is bf16 where the processor multiplies it in hardware, else fp32.
         attention: what computes it; ``"auto"`` is the best that is installed for the device.
+        runtime: what runs the layers: torch, or on a CPU OpenVINO. ``"auto"`` measures, in long runs.
         compile: the layers, by torch.compile. cuda_graphs: launch them as one. ``"auto"`` measures, in long runs.
         emit: ``"pooled"`` stores one vector per image; ``"tokens"`` all that a language model would be fed.
         deepstack: with tokens, the inner layers' features too (Qwen3-VL).
@@ -91,6 +93,8 @@ class EncodeConfig:
         max_tokens_per_batch: budget of a pack, in tokens.
         workers: decoding threads or processes.
         decode: ``"processes"`` outlives a decoder that crashes, and stops one that hangs.
+        fast_decode: decode JPEGs at a half, a quarter or an eighth where they are much larger than the tower wants:
+            faster, and the pixels differ slightly.
         timeout: seconds that reading an image, or decoding one, may take; the run is given up when nothing at all has
             moved for 30 times as long.
         image_column, id_column, keep_columns: of inputs with columns; dots lead into structs. Of tars the extensions
@@ -119,6 +123,7 @@ class EncodeConfig:
     device: str = "auto"
     dtype: str = "auto"
     attention: str = "auto"
+    runtime: str = "auto"
     compile: str = "auto"
     cuda_graphs: str = "auto"
     emit: str = "pooled"
@@ -133,6 +138,7 @@ class EncodeConfig:
     max_tokens_per_batch: int | None = None
     workers: int | None = None
     decode: str = "threads"
+    fast_decode: bool = False
     timeout: float = 120.0
     image_column: str | None = None
     id_column: str | None = None
@@ -187,6 +193,9 @@ class EncodeConfig:
             raise ConfigError(msg)
         if self.deterministic and self.cuda_graphs == "on":
             msg = "deterministic runs no CUDA graphs, which fill packs up to other shapes: leave cuda_graphs on out"
+            raise ConfigError(msg)
+        if self.fast_decode and self.dedup == "pixels":
+            msg = "dedup pixels compares whole pictures, and fast_decode decodes less of them: leave one out"
             raise ConfigError(msg)
         is_lance = os.fspath(self.output).rstrip("/").endswith(".lance")
         if self.format != "auto" and is_lance != (self.format == "lance"):

@@ -179,7 +179,7 @@ class Encoder:
     @torch.inference_mode()
     def _eager(self, block: torch.Tensor, batch: PackedBatch) -> list[torch.Tensor]:
         pack = DevicePack.view(block, batch.header)
-        features = self.tower.features(pack.patches, pack.metadata, deepstack=self.deepstack)
+        features = self.tower.features(pack.patches, pack.metadata, pool=self.pool, deepstack=self.deepstack)
         return [output.contiguous() for output in self._outputs(features, pack)]
 
     @torch.inference_mode()

@@ -80,11 +80,19 @@ class GraphRunner:
     """
 
     def __init__(
-        self, tower: Tower, api: GraphApi, *, max_patches: int, deepstack: bool = False, max_graphs: int = MAX_GRAPHS
+        self,
+        tower: Tower,
+        api: GraphApi,
+        *,
+        max_patches: int,
+        pool: str | None = None,
+        deepstack: bool = False,
+        max_graphs: int = MAX_GRAPHS,
     ) -> None:
         self._tower = tower
         self._api = api
         self._max_patches = max_patches
+        self._pool = pool
         self._deepstack = deepstack
         self._max_graphs = max_graphs
         self._graphs: OrderedDict[ShapeKey, _Graph] = OrderedDict()  # the least recently used first
@@ -133,7 +141,7 @@ class GraphRunner:
         pack = DevicePack.view(static, filled.header)
 
         def work() -> list[torch.Tensor]:
-            return self._tower.features(pack.patches, pack.metadata, deepstack=self._deepstack)
+            return self._tower.features(pack.patches, pack.metadata, pool=self._pool, deepstack=self._deepstack)
 
         try:
             captured = self._api.capture(work)

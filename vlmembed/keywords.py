@@ -26,6 +26,7 @@ class Settings(TypedDict, total=False):
     device: str
     dtype: str
     attention: str
+    runtime: str
     compile: str
     cuda_graphs: str
     emit: str
@@ -40,6 +41,7 @@ class Settings(TypedDict, total=False):
     max_tokens_per_batch: int | None
     workers: int | None
     decode: str
+    fast_decode: bool
     timeout: float
     image_column: str | None
     id_column: str | None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from vlmembed.config import STALL_TIMEOUTS, EncodeConfig
-from vlmembed.decode import PIXEL_POLICY
+from vlmembed.decode import pixel_policy
 from vlmembed.devices import kind_of, name_of, pick_devices, pick_dtype, weakest_first
 from vlmembed.encoder import pick_pool, vector_columns
 from vlmembed.errors import ConfigError, InputError, MissingExtraError, ModelError, OutputError
@@ -56,7 +56,7 @@ less), but never fewer rows than that: packs do not cross parts."""
 _SHAPE = ("rows_per_part", "max_tokens_per_batch")
 """What the parts on disk depend on, beside the fingerprint."""
 
-_TUNED = ("attention", "compile", "cuda_graphs")
+_TUNED = ("attention", "runtime", "compile", "cuda_graphs")
 """What an earlier start decided and a later one keeps, so that it makes the same bytes."""
 
 
@@ -298,7 +298,11 @@ def _fingerprint(
     fingerprint = make_fingerprint(
         config,
         model={"weights_sha256": "", "config_sha256": blueprint.files.config_sha256},
-        preprocessing={**rule.describe(), "pixel_policy": PIXEL_POLICY, "resizer": RESIZER},
+        preprocessing={
+            **rule.describe(),
+            "pixel_policy": pixel_policy(fast_decode=config.fast_decode),
+            "resizer": RESIZER,
+        },
         pool=pool,
         normalize=config.normalize and pool is not None,
         vectors=[asdict(column) for column in vectors],

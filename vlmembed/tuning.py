@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import statistics
-import time
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -22,10 +20,12 @@ from vlmembed.calibration import MAX_PACK_TOKENS, CudaMeter, auto_budget, calibr
 from vlmembed.devices import is_out_of_memory, processor_name
 from vlmembed.encoder import Encoder, pick_pool
 from vlmembed.errors import ConfigError, MissingExtraError
-from vlmembed.graphs import CudaGraphs, GraphRunner
+from vlmembed.graphs import CudaGraphs
+from vlmembed.towers.openvino_layers import check_openvino, openvino_version
+from vlmembed.variants import MIN_PACKS_TO_MEASURE, Variants
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from vlmembed.batch import PackCost
     from vlmembed.calibration import Meter
@@ -34,26 +34,17 @@ if TYPE_CHECKING:
     from vlmembed.layout import ResizeRule
     from vlmembed.schema import VectorColumn
     from vlmembed.towers.blueprint import Blueprint
-    from vlmembed.types import PackedBatch
 
 logger = logging.getLogger(__name__)
 
-MIN_PACKS_TO_MEASURE = 256
 MIN_SECONDS_TO_COMPILE = 1800.0
-"""A job of fewer packs is not worth a measurement; one of less time, not the minute that compiling may take."""
+"""A shorter job is not worth the minute that compiling may take."""
 
-MIN_GAIN = 1.05
-"""By how much what is to replace the plain layers must be faster: less is noise."""
-
-ROUNDS = 5
-UNMEASURED_ROUNDS = 3
+MIN_SECONDS_TO_CONVERT = 600.0
+"""A shorter job is not worth the seconds that converting the layers for OpenVINO takes."""
 
 GRAPHS_CONFIRMED = False
 """Whether the path through CUDA graphs has run on a GPU and been seen to give what the plain layers give."""
-
-
-Way = dict[str, bool]
-"""`compiled` and `graphs`, each on or off."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +52,7 @@ class Settled:
     """What was decided, and what is to be recorded.
 
     Attributes:
-        config: with `attention`, `compile`, `cuda_graphs` and `max_tokens_per_batch` decided.
+        config: with `attention`, `runtime`, `compile`, `cuda_graphs` and `max_tokens_per_batch` decided.
         model: what was loaded. backend: what computes it.
         cost: of the tower's forward.
     """
@@ -108,7 +99,8 @@ def load_encoder(
     backend = {
         "device": settled.device,
         "processor": processor_name(device),
-        "attention": _described(settled.attention),
+        "runtime": f"openvino {openvino_version()}" if settled.runtime == "openvino" else "torch",
+        "attention": "openvino" if settled.runtime == "openvino" else _described(settled.attention),
         "compile": settled.compile,
         "cuda_graphs": settled.cuda_graphs,
     }
@@ -134,6 +126,11 @@ def check_choices(config: EncodeConfig, device: torch.device) -> None:
     attention = pick_attention(config.attention, device=device, dtype=config.dtype, head_dim=HEAD_DIM_UNIT)
     if config.cuda_graphs == "on":
         _check_graphs(device, attention)
+    if config.runtime == "openvino":
+        check_openvino(config.dtype, device)
+        if config.compile == "on":
+            msg = "--compile on is of --runtime torch; OpenVINO compiles in its own way: leave one out"
+            raise ConfigError(msg)
 
 
 def settle(
@@ -145,7 +142,7 @@ def settle(
     meter: Meter | None = None,
     graph_api: Callable[[], GraphApi] = CudaGraphs,
 ) -> tuple[EncodeConfig, dict[str, str]]:
-    """Decide attention, token budget, compiling and graphs, in this order, and set the encoder up accordingly.
+    """Decide attention, token budget, runtime, compiling and graphs, in this order, and set the encoder up accordingly.
 
     Returns the config with them, and a reason for each that was `auto`.
 
@@ -165,62 +162,24 @@ def settle(
         budget = auto_budget(encoder, rule, meter)
         config = replace(config, max_tokens_per_batch=budget)
     batch = calibration_batch(rule, min(budget, MAX_PACK_TOKENS))  # a budget may stand for "no limit"
-    variants = Variants(encoder, batch, budget=budget, graph_api=graph_api)
+    variants = Variants(encoder, batch, budget=budget, dtype=config.dtype, graph_api=graph_api)
     num_packs = num_rows / len(batch.rows)
-    compiling, reasons["compile"] = _settle_compile(config, variants, num_packs=num_packs)
-    graphs, reasons["cuda_graphs"] = _settle_graphs(config, variants, num_packs=num_packs, compiled=compiling)
-    variants.use(compiled=compiling, graphs=graphs)
+    openvino, reasons["runtime"] = _settle_runtime(config, variants, num_packs=num_packs)
+    if openvino:
+        compiling, graphs = False, False
+        reasons["compile"] = reasons["cuda_graphs"] = "not with OpenVINO"
+    else:
+        compiling, reasons["compile"] = _settle_compile(config, variants, num_packs=num_packs)
+        graphs, reasons["cuda_graphs"] = _settle_graphs(config, variants, num_packs=num_packs, compiled=compiling)
+    variants.use(openvino=openvino, compiled=compiling, graphs=graphs)
     encoder.num_splits = 0  # trials are not the run's
-    settled = replace(config, compile="on" if compiling else "off", cuda_graphs="on" if graphs else "off")
+    settled = replace(
+        config,
+        runtime="openvino" if openvino else "torch",
+        compile="on" if compiling else "off",
+        cuda_graphs="on" if graphs else "off",
+    )
     return settled, reasons
-
-
-class Variants:
-    """The ways in which an encoder can run its layers, and the pack to try them on.
-
-    `budget` is the most tokens, hence patches, of the packs that graphs are for.
-    """
-
-    def __init__(
-        self, encoder: Encoder, batch: PackedBatch, *, budget: int, graph_api: Callable[[], GraphApi] = CudaGraphs
-    ) -> None:
-        self.encoder = encoder
-        self.batch = batch
-        self._budget = budget
-        self._graph_api = graph_api
-        self._is_warm = False
-        self._runners: dict[bool, GraphRunner] = {}  # of plain and of compiled layers
-
-    def use(self, *, compiled: bool, graphs: bool) -> None:
-        """Run the layers this way from now on; the first time, compiling them takes a minute or so."""
-        encoder = self.encoder
-        encoder.graphs = None
-        encoder.tower.use_compiled(compiled)
-        if compiled and not self._is_warm:  # never inside a capture
-            try_out(encoder, self.batch)
-            self._is_warm = True
-        if graphs and compiled not in self._runners:
-            unit = encoder.layout.merge_size**2
-            self._runners[compiled] = GraphRunner(
-                encoder.tower,
-                self._graph_api(),
-                max_patches=max(1, self._budget // unit) * unit,
-                deepstack=encoder.deepstack,
-            )
-        encoder.graphs = self._runners[compiled] if graphs else None
-
-    def seconds(self, ways: Mapping[str, Way]) -> dict[str, float]:
-        """Median seconds of the pack each way, interleaved, after unmeasured rounds: a graph is captured when its shape
-        comes for the second time."""
-        timings: dict[str, list[float]] = {name: [] for name in ways}
-        for number in range(UNMEASURED_ROUNDS + ROUNDS):
-            for name, way in ways.items():
-                self.use(**way)
-                began = time.perf_counter()
-                try_out(self.encoder, self.batch)
-                if number >= UNMEASURED_ROUNDS:
-                    timings[name].append(time.perf_counter() - began)
-        return {name: statistics.median(values) for name, values in timings.items()}
 
 
 def _check_graphs(device: torch.device, attention: str) -> None:
@@ -233,6 +192,40 @@ def _check_graphs(device: torch.device, attention: str) -> None:
             "backend or torch (they need --dtype bf16 or fp16), or --cuda-graphs off"
         )
         raise ConfigError(msg)
+
+
+def _settle_runtime(config: EncodeConfig, variants: Variants, *, num_packs: float) -> tuple[bool, str]:
+    """Whether OpenVINO runs the layers.
+
+    Raises:
+        ConfigError: it is asked for, and cannot.
+    """
+    if config.runtime == "openvino":
+        _check_openvino(config, variants.encoder)
+        variants.use(openvino=True)
+        try_out(variants.encoder, variants.batch)
+        return True, "as asked for"
+    if config.runtime == "torch":
+        return False, "as asked for"
+    if openvino_version() is None or variants.encoder.device.type != "cpu" or config.compile == "on":
+        return False, "OpenVINO is not installed, or not for this device, or the layers are to be compiled"
+    seconds = variants.job_seconds(num_packs)
+    if not seconds or seconds < MIN_SECONDS_TO_CONVERT:
+        return False, _too_short(num_packs, seconds)
+    try:
+        _check_openvino(config, variants.encoder)
+        return variants.is_faster({"openvino": True}, {"openvino": False})
+    except (ConfigError, MissingExtraError) as error:
+        return False, str(error)
+
+
+def _check_openvino(config: EncodeConfig, encoder: Encoder) -> None:
+    check_openvino(config.dtype, encoder.device, windowed=encoder.layout.window_size is not None)
+
+
+def _too_short(num_packs: float, seconds: float) -> str:
+    size = f"{seconds:.0f} s" if seconds else f"{num_packs:.0f} packs"
+    return f"about {size} are too short a run to pay for it"
 
 
 def _settle_compile(config: EncodeConfig, variants: Variants, *, num_packs: float) -> tuple[bool, str]:
@@ -250,16 +243,11 @@ def _settle_compile(config: EncodeConfig, variants: Variants, *, num_packs: floa
             )
             raise MissingExtraError(msg) from error
         return True, "as asked for"
-    if num_packs < MIN_PACKS_TO_MEASURE:
-        return False, f"about {num_packs:.0f} packs are too short a run to pay for it"
-    try_out(variants.encoder, variants.batch)
-    began = time.perf_counter()
-    try_out(variants.encoder, variants.batch)
-    seconds = (time.perf_counter() - began) * num_packs
-    if seconds < MIN_SECONDS_TO_COMPILE:
-        return False, f"about {seconds:.0f} s are too short a run to pay for it"
+    seconds = variants.job_seconds(num_packs)
+    if not seconds or seconds < MIN_SECONDS_TO_COMPILE:
+        return False, _too_short(num_packs, seconds)
     try:
-        return _is_faster(variants, {"compiled": True, "graphs": False}, {"compiled": False, "graphs": False})
+        return variants.is_faster({"compiled": True, "graphs": False}, {"compiled": False, "graphs": False})
     except RuntimeError as error:  # no C++ compiler, an operation that it does not know
         if is_out_of_memory(error):
             raise
@@ -277,14 +265,8 @@ def _settle_graphs(config: EncodeConfig, variants: Variants, *, num_packs: float
     if variants.encoder.device.type != "cuda" or not BACKENDS[config.attention].is_flash:
         return False, f"not possible with {variants.encoder.device.type} and {config.attention} attention"
     if num_packs < MIN_PACKS_TO_MEASURE:
-        return False, "too short a run to pay for it"
-    return _is_faster(variants, {"compiled": compiled, "graphs": True}, {"compiled": compiled, "graphs": False})
-
-
-def _is_faster(variants: Variants, way: Way, plain: Way) -> tuple[bool, str]:
-    seconds = variants.seconds({"plain": plain, "way": way})
-    gain = seconds["plain"] / seconds["way"]
-    return gain >= MIN_GAIN, f"{gain:.2f} times as fast as without on a pack of {variants.batch.num_tokens} tokens"
+        return False, _too_short(num_packs, 0.0)
+    return variants.is_faster({"compiled": compiled, "graphs": True}, {"compiled": compiled, "graphs": False})
 
 
 def _first_line(error: BaseException) -> str:

@@ -33,7 +33,7 @@ from vlmembed.batch import make_batch
 from vlmembed.calibration import MAX_PACK_TOKENS
 from vlmembed.devices import name_of
 from vlmembed.packer import PackingStats, pack
-from vlmembed.tuning import Variants
+from vlmembed.variants import Variants
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -105,9 +105,11 @@ BACKENDS: dict[str, Backend] = {
 
 def preferred(capability: int | None, dtype: str) -> tuple[str, ...]:
     """What ``--attention auto`` tries, in that order, on a GPU of this major compute capability (None: on a CPU) for
-    layers of `dtype`; the last one needs no package."""
+    layers of `dtype`; the last one needs no package.
+
+    On a CPU that is what was the faster one of two: `pipelines/benchmarks/LOG.md`."""
     if capability is None:
-        return ("cpu",)
+        return ("sdpa",) if dtype == "fp32" else ("cpu",)
     if dtype == "fp32" or capability < FLASH_MIN_CAPABILITY:
         return ("sdpa",)
     own = {9: ("flash3",)}.get(capability, ("flash4",) if capability > 9 else ())  # noqa: PLR2004  Hopper; Blackwell

@@ -1,6 +1,6 @@
 """The module that brings varlen attention into transformers' layers, and what it is made of.
 
-Shape legend: T tokens of a pack, H heads, d head width, C = H * d.
+Shape legend: T tokens of a pack, N images, H heads, d head width, C = H * d.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F  # noqa: N812  the field's own name for it
 from torch import nn
 
 from vlmembed.attention.varlen import varlen_attention
@@ -15,7 +16,7 @@ from vlmembed.attention.varlen import varlen_attention
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vlmembed.attention.metadata import DeviceMetadata
+    from vlmembed.attention.metadata import DeviceMetadata, DeviceSegments
 
 
 def rotate(x_THd: torch.Tensor, cos_Td: torch.Tensor, sin_Td: torch.Tensor) -> torch.Tensor:
@@ -78,15 +79,41 @@ class PackedAttention(nn.Module):
         *,
         metadata: DeviceMetadata,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        keys_values: tuple[torch.Tensor, torch.Tensor] | None = None,
+        queries: DeviceSegments | None = None,
         **_: object,
     ) -> torch.Tensor | tuple[torch.Tensor, None]:
-        """(T, C) or (1, T, C) to the same; `position_embeddings` are cosine and sine, each (T, d)."""
+        """(T, C) or (1, T, C) to the same; `position_embeddings` are cosine and sine, each (T, d).
+
+        With `keys_values`, from `keys_values_of`, `hidden_states` are those of some tokens, whose segments are
+        `queries`.
+        """
         num_tokens = hidden_states.shape[-2]
-        q, k, v = self.qkv(hidden_states).view(num_tokens, 3, self.num_heads, -1).unbind(1)
-        if position_embeddings is not None:
-            q, k = rotate(q, *position_embeddings), rotate(k, *position_embeddings)
         segments = metadata.windows if self.windowed else metadata.segments
         assert segments is not None
-        out_THd = self.attend(q, k, v, segments, scale=self.scale, backend=self.backend)
+        if keys_values is None:
+            q, k, v = self.qkv(hidden_states).view(num_tokens, 3, self.num_heads, -1).unbind(1)
+            if position_embeddings is not None:
+                q, k = rotate(q, *position_embeddings), rotate(k, *position_embeddings)
+        else:
+            q, (k, v) = self._project(hidden_states, 0, 1)[0], keys_values
+            if position_embeddings is not None:
+                q = rotate(q, *position_embeddings)
+        out_THd = self.attend(q, k, v, segments, queries=queries, scale=self.scale, backend=self.backend)
         out: torch.Tensor = self.output(out_THd.view(*hidden_states.shape[:-1], -1))
         return (out, None) if self.returns_weights else out
+
+    def keys_values_of(
+        self, hidden_TC: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of all tokens, each (T, H, d)."""
+        k, v = self._project(hidden_TC, 1, 3)
+        return k if position_embeddings is None else rotate(k, *position_embeddings), v
+
+    def _project(self, hidden_TC: torch.Tensor, begin: int, end: int) -> tuple[torch.Tensor, ...]:
+        """Those of queries (0), keys (1) and values (2), each (T, H, d)."""
+        width = self.qkv.out_features // 3
+        rows = slice(begin * width, end * width)
+        bias = None if self.qkv.bias is None else self.qkv.bias[rows]
+        projected = F.linear(hidden_TC, self.qkv.weight[rows], bias)
+        return projected.view(-1, end - begin, self.num_heads, width // self.num_heads).unbind(1)

@@ -29,6 +29,12 @@ class DeviceSegments:
     max_seqlen: int
     runs: tuple[tuple[int, int], ...]
 
+    @classmethod
+    def one_each(cls, segments: DeviceSegments) -> Self:
+        """Segments of one token for each of these."""
+        cu_seqlens = torch.arange(len(segments.cu_seqlens), dtype=torch.int32, device=segments.cu_seqlens.device)
+        return cls(cu_seqlens=cu_seqlens, max_seqlen=1, runs=tuple((1, count) for _, count in segments.runs))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DeviceMetadata:

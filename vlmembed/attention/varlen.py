@@ -9,7 +9,7 @@ import importlib
 import inspect
 import logging
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's own name for it
@@ -21,7 +21,21 @@ from vlmembed.errors import ConfigError, MissingExtraError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, DeviceSegments, float], torch.Tensor]
+    class Kernel(Protocol):
+        """A flash backend: (T, H, d) to the shape of q."""
+
+        def __call__(
+            self,
+            q_THd: torch.Tensor,
+            k_THd: torch.Tensor,
+            v_THd: torch.Tensor,
+            segments: DeviceSegments,
+            *,
+            queries: DeviceSegments,
+            scale: float,
+        ) -> torch.Tensor:
+            """Attention as `varlen_attention` defines it."""
+
 
 logger = logging.getLogger(__name__)
 
@@ -38,18 +52,21 @@ def varlen_attention(
     segments: DeviceSegments,
     *,
     scale: float,
+    queries: DeviceSegments | None = None,
     backend: str = "cpu",
 ) -> torch.Tensor:
     """Softmax attention inside each segment of a pack, (T, H, d) to (T, H, d).
 
-    Formula: softmax(scale * q k^T) v per segment and head. Lengths come from the host, or stay on the device: nothing
-    is computed of them here, and nothing waits for the device.
+    Formula: softmax(scale * q k^T) v per segment and head. `queries` are the segments of q where these are others than
+    those of k and v, number by number. Lengths come from the host, or stay on the device: nothing is computed of them
+    here, and nothing waits for the device.
     """
+    queries = queries or segments
     if backend == "cpu":
-        return _by_runs(_bmm_attention, q_THd, k_THd, v_THd, segments.runs, scale=scale)
+        return _by_runs(_bmm_attention, q_THd, k_THd, v_THd, runs=segments.runs, query_runs=queries.runs, scale=scale)
     if backend == "sdpa":
-        return _by_runs(_sdpa, q_THd, k_THd, v_THd, segments.runs, scale=scale)
-    return load_kernel(backend)(q_THd, k_THd, v_THd, segments, scale)
+        return _by_runs(_sdpa, q_THd, k_THd, v_THd, runs=segments.runs, query_runs=queries.runs, scale=scale)
+    return load_kernel(backend)(q_THd, k_THd, v_THd, segments, queries=queries, scale=scale)
 
 
 def pick_attention(name: str, *, device: torch.device, dtype: str, head_dim: int, try_out: bool = False) -> str:
@@ -96,7 +113,7 @@ def _check_kernel(name: str, *, device: torch.device, dtype: str, head_dim: int,
         q_THd = torch.zeros(HEAD_DIM_UNIT, 1, head_dim, dtype=half, device=device)
         cu_seqlens = torch.tensor([0, len(q_THd)], dtype=torch.int32, device=device)
         segments = DeviceSegments(cu_seqlens=cu_seqlens, max_seqlen=len(q_THd), runs=())
-        kernel(q_THd, q_THd, q_THd, segments, head_dim**-0.5).sum().item()
+        kernel(q_THd, q_THd, q_THd, segments, queries=segments, scale=head_dim**-0.5).sum().item()
     except Exception as error:
         msg = f"--attention {name} does not run on {device} ({error}): install it for this GPU and torch, or use torch"
         raise MissingExtraError(msg) from error
@@ -138,15 +155,21 @@ def _flash_kernel(function: Callable[..., torch.Tensor | tuple[torch.Tensor, ...
     """FlashAttention 2, 3 and 4 share these keywords; some versions return the log-sum-exp beside the output."""
 
     def attend(
-        q_THd: torch.Tensor, k_THd: torch.Tensor, v_THd: torch.Tensor, segments: DeviceSegments, scale: float
+        q_THd: torch.Tensor,
+        k_THd: torch.Tensor,
+        v_THd: torch.Tensor,
+        segments: DeviceSegments,
+        *,
+        queries: DeviceSegments,
+        scale: float,
     ) -> torch.Tensor:
         result = function(
             q_THd,
             k_THd,
             v_THd,
-            cu_seqlens_q=segments.cu_seqlens,
+            cu_seqlens_q=queries.cu_seqlens,
             cu_seqlens_k=segments.cu_seqlens,
-            max_seqlen_q=segments.max_seqlen,
+            max_seqlen_q=queries.max_seqlen,
             max_seqlen_k=segments.max_seqlen,
             softmax_scale=scale,
         )
@@ -160,16 +183,22 @@ def _torch_kernel(function: Callable[..., torch.Tensor]) -> Kernel:
     takes_scale = "scale" in inspect.signature(function).parameters
 
     def attend(
-        q_THd: torch.Tensor, k_THd: torch.Tensor, v_THd: torch.Tensor, segments: DeviceSegments, scale: float
+        q_THd: torch.Tensor,
+        k_THd: torch.Tensor,
+        v_THd: torch.Tensor,
+        segments: DeviceSegments,
+        *,
+        queries: DeviceSegments,
+        scale: float,
     ) -> torch.Tensor:
         assert takes_scale or scale == q_THd.shape[-1] ** -0.5
         return function(
             q_THd,
             k_THd,
             v_THd,
+            queries.cu_seqlens,
             segments.cu_seqlens,
-            segments.cu_seqlens,
-            segments.max_seqlen,
+            queries.max_seqlen,
             segments.max_seqlen,
             **({"scale": scale} if takes_scale else {}),
         )
@@ -182,25 +211,26 @@ def _by_runs(
     q_THd: torch.Tensor,
     k_THd: torch.Tensor,
     v_THd: torch.Tensor,
-    runs: tuple[tuple[int, int], ...],
     *,
+    runs: tuple[tuple[int, int], ...],
+    query_runs: tuple[tuple[int, int], ...],
     scale: float,
 ) -> torch.Tensor:
     """`attention`, over (N, H, L, d), for each run: the segments of a run have one length and are one batched call."""
-    num_heads, head_dim = q_THd.shape[1:]
-    out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
-    start = 0
-    for length, count in runs:
-        stop = start + length * count
+    outputs, q_start, start = [], 0, 0
+    for (q_length, count), (length, _) in zip(query_runs, runs, strict=True):
+        q_stop, stop = q_start + q_length * count, start + length * count
+        q_NHLd = _by_head(q_THd[q_start:q_stop], count)
+        out_NHLd = attention(q_NHLd, _by_head(k_THd[start:stop], count), _by_head(v_THd[start:stop], count), scale)
+        outputs.append(out_NHLd.transpose(1, 2).reshape(q_stop - q_start, -1))
+        q_start, start = q_stop, stop
+    assert (q_start, start) == (len(q_THd), len(k_THd)), "a backend that goes by runs was given segments without them"
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).view(q_THd.shape)
 
-        def by_head(x_THd: torch.Tensor, start: int = start, stop: int = stop, length: int = length) -> torch.Tensor:
-            return x_THd[start:stop].view(-1, length, num_heads, head_dim).transpose(1, 2)
 
-        out_NHLd = attention(by_head(q_THd), by_head(k_THd), by_head(v_THd), scale)
-        out_THd[start:stop].view(-1, length, num_heads, head_dim).copy_(out_NHLd.transpose(1, 2))
-        start = stop
-    assert start == len(q_THd), "a backend that goes by runs was given segments without them"
-    return out_THd
+def _by_head(x_THd: torch.Tensor, count: int) -> torch.Tensor:
+    """`count` segments of one length as (N, H, L, d)."""
+    return x_THd.view(count, -1, *x_THd.shape[1:]).transpose(1, 2)
 
 
 def _sdpa(q_NHLd: torch.Tensor, k_NHLd: torch.Tensor, v_NHLd: torch.Tensor, scale: float) -> torch.Tensor:
@@ -210,8 +240,8 @@ def _sdpa(q_NHLd: torch.Tensor, k_NHLd: torch.Tensor, v_NHLd: torch.Tensor, scal
 def _bmm_attention(q_NHLd: torch.Tensor, k_NHLd: torch.Tensor, v_NHLd: torch.Tensor, scale: float) -> torch.Tensor:
     """``bmm -> softmax -> bmm``; the queries are taken in slices that keep the scores within `MAX_SCORES`."""
     shape = q_NHLd.shape
-    length = shape[2]
-    q, k, v = (x.reshape(-1, length, shape[3]) for x in (q_NHLd, k_NHLd, v_NHLd))
+    q, k, v = (x.flatten(0, 1) for x in (q_NHLd, k_NHLd, v_NHLd))
+    length = k.shape[1]
     parts = [
         torch.bmm(torch.softmax(_scores(part, k, scale), dim=-1), v)
         for part in torch.split(q, max(1, MAX_SCORES // (len(q) * length)), dim=1)

@@ -132,7 +132,10 @@ def _verify(
         stack.enter_context(closing(plan.encoder))
         stack.enter_context(own_pillow_settings(config.max_source_pixels))
         patcher = Patcher(
-            rule=plan.rule, max_source_pixels=config.max_source_pixels, hash_pixels=config.dedup == "pixels"
+            rule=plan.rule,
+            max_source_pixels=config.max_source_pixels,
+            hash_pixels=config.dedup == "pixels",
+            fast_decode=config.fast_decode,
         )
         workers = plan.config.workers or 1
         decoders = stack.enter_context(ThreadDecoders(patcher, num_threads=workers, timeout_seconds=config.timeout))
@@ -162,6 +165,7 @@ def _as_recorded(recipe: str, inputs: Sequence[str], device: str) -> EncodeConfi
         inputs=tuple(inputs) or config.inputs,
         device=device,
         attention="auto",
+        runtime="torch",
         compile="off",
         cuda_graphs="off",
         cache=None,

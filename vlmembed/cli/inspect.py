@@ -120,9 +120,10 @@ def _provenance(found: Inspection) -> list[str]:
     if found.shard is not None:
         index, _, count = found.shard.partition("/")
         lines.append(f"  shard       {found.shard}: piece {int(index) + 1} of {count}, for `vlmembed merge`")
+    computed_by = f"layers by {backend.get('runtime', 'torch')}, attention {backend['attention']}"
     lines += [
         f"  pixels      {fingerprint['pixel_policy']}; {fingerprint['resizer']}",
-        f"  computed    on {backend['device']} ({backend['processor']}), attention {backend['attention']}, {versions}",
+        f"  computed    on {backend['device']} ({backend['processor']}), {computed_by}, {versions}",
     ]
     return lines
 

@@ -19,6 +19,7 @@ _HELP = {
     "device": "auto and cuda take all GPUs, cuda:0,1 some; cpu; cpu,cpu is two workers.",
     "dtype": "Of the layers; auto is bf16 where the processor has it, else fp32.",
     "attention": "What computes it; auto is the best that is installed (see `vlmembed models`).",
+    "runtime": "What runs the layers; openvino is an extra, for CPUs; auto measures, in runs of 10 minutes and more.",
     "compile": "The layers, by torch.compile; auto measures, in runs of half an hour and more.",
     "cuda_graphs": "Launch the layers as one; auto is off until a GPU has confirmed it.",
     "emit": "One vector per image, or every token that a language model would be fed.",
@@ -33,6 +34,8 @@ _HELP = {
     "max_tokens_per_batch": "Token budget of a pack.",
     "workers": "Decoding threads or processes.",
     "decode": "Processes outlive a decoder that crashes, and stop one that hangs.",
+    "fast_decode": "Decode JPEGs at a half, a quarter or an eighth where they are much larger than the tower wants: "
+    "faster, and the pixels differ slightly.",
     "timeout": "Seconds that reading an image, or decoding one, may take.",
     "image_column": "Column of pictures, paths or URLs; found where there is one candidate.",
     "id_column": "Column that holds unique ids.",

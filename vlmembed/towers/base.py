@@ -6,19 +6,20 @@ Shape legend: T tokens, N images, S patches, M merged tokens, P values per patch
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's own name for it
 from torch import nn
 
 from vlmembed.attention.layers import PackedAttention, fused
+from vlmembed.attention.metadata import DeviceSegments
 from vlmembed.attention.varlen import varlen_attention
 from vlmembed.batch import PackCost
 from vlmembed.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Sequence
     from typing import Self
 
     from vlmembed.attention.metadata import DeviceMetadata
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 Rope = tuple[torch.Tensor, torch.Tensor]
 """Cosine and sine, each (T, d), float32."""
+
+FIRST_NORMS = ("norm1", "layer_norm1")
+"""What transformers calls the norm before a layer's attention."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -49,6 +53,18 @@ class Parts:
     pre_norm: nn.Module | None = None
     final_norm: nn.Module | None = None
     rope: Callable[[torch.Tensor], Rope] | None = None
+
+
+class LayerStack(Protocol):
+    """Computes a tower's layers in torch's place; hidden states come and go as torch's do."""
+
+    def run(
+        self, hidden_TC: torch.Tensor, metadata: DeviceMetadata, rope: Rope | None, *, taps: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """What `Tower.run_layers` returns."""
+
+    def run_first(self, hidden_TC: torch.Tensor, metadata: DeviceMetadata, rope: Rope | None) -> torch.Tensor:
+        """What `Tower.first_of_layers` returns."""
 
 
 class Tower(nn.Module):
@@ -85,6 +101,7 @@ class Tower(nn.Module):
         self.rope = parts.rope
         self._compiled: list[Callable[..., torch.Tensor]] | None = None
         self._calls: list[Callable[..., torch.Tensor]] | None = None
+        self._stack: LayerStack | None = None
         patch = layout.patch_size**2
         self.register_buffer("prefix", None if parts.prefix is None else parts.prefix.detach().float())
         self.register_buffer("table", None if parts.table is None else parts.table.detach().float().clone())
@@ -123,25 +140,32 @@ class Tower(nn.Module):
         return hidden_TC.index_copy_(0, metadata.prefix_positions, prefix)
 
     def run_layers(
-        self,
-        hidden_TC: torch.Tensor,
-        metadata: DeviceMetadata,
-        rope: Rope | None,
-        after_layer: Callable[[int, torch.Tensor], None] | None = None,
-    ) -> torch.Tensor:
-        """All layers; each gets the one metadata object. `after_layer` sees the hidden states between them."""
-        layers: Iterable[Callable[..., Any]] = self._calls or self.layers
-        for number, layer in enumerate(layers):
-            hidden_TC = layer(
-                hidden_TC,
-                attention_mask=None,
-                cu_seqlens=metadata.segments.cu_seqlens,
-                position_embeddings=rope,
-                metadata=metadata,
-            )
-            if after_layer is not None:
-                after_layer(number, hidden_TC)
-        return hidden_TC
+        self, hidden_TC: torch.Tensor, metadata: DeviceMetadata, rope: Rope | None, taps: Sequence[int] = ()
+    ) -> list[torch.Tensor]:
+        """The hidden states after all layers, then those after each layer of `taps`, all (T, C). Each layer gets the
+        one metadata object."""
+        if self._stack is not None:
+            return self._stack.run(hidden_TC, metadata, rope, taps=taps)
+        tapped = {}
+        for number, layer in enumerate(self._callables):
+            hidden_TC = run_layer(layer, hidden_TC, metadata, rope)
+            if number in taps:
+                tapped[number] = hidden_TC
+        return [hidden_TC, *(tapped[number] for number in taps)]
+
+    def first_of_layers(self, hidden_TC: torch.Tensor, metadata: DeviceMetadata, rope: Rope | None) -> torch.Tensor:
+        """The first token of each image after all layers, (N, C), by `run_last_layer`."""
+        if self._stack is not None:
+            return self._stack.run_first(hidden_TC, metadata, rope)
+        *others, last = self._callables
+        for layer in others:
+            hidden_TC = run_layer(layer, hidden_TC, metadata, rope)
+        return run_last_layer(self.layers[-1], hidden_TC, metadata.segments.cu_seqlens[:-1], metadata, rope, call=last)
+
+    @property
+    def _callables(self) -> Sequence[Callable[..., Any]]:
+        """The layers, compiled or as they are."""
+        return self._calls or list(self.layers)
 
     def rotary(self, metadata: DeviceMetadata) -> Rope | None:
         """Cosine and sine of every token's rotary angles, where the tower has them."""
@@ -161,10 +185,10 @@ class Tower(nn.Module):
         return torch.cat(means)
 
     def features(
-        self, patches_SP: torch.Tensor, metadata: DeviceMetadata, *, deepstack: bool = False
+        self, patches_SP: torch.Tensor, metadata: DeviceMetadata, *, pool: str | None = None, deepstack: bool = False
     ) -> list[torch.Tensor]:
-        """All layers: what `tokens_of` and `pooled_of` are made from. Their shapes follow from those of the arguments,
-        and lengths on the host are asked for by the attention alone."""
+        """All layers: what `pooled_of` makes `pool` from, or without one `tokens_of` the tokens. Their shapes follow
+        from those of the arguments, and lengths on the host are asked for by the attention alone."""
         raise NotImplementedError
 
     def tokens_of(self, features: list[torch.Tensor], metadata: DeviceMetadata) -> list[torch.Tensor]:
@@ -172,7 +196,8 @@ class Tower(nn.Module):
         raise NotImplementedError
 
     def pooled_of(self, features: list[torch.Tensor], metadata: DeviceMetadata, pool: str) -> torch.Tensor:
-        """What `forward` returns, of `features` that may belong to a pack with filling behind the images."""
+        """What `forward` returns, of `features` for this `pool`; they may belong to a pack with filling behind the
+        images."""
         raise NotImplementedError
 
     def tokens(
@@ -191,12 +216,12 @@ class Tower(nn.Module):
         if pool not in self.pool_widths:
             msg = f"pool {pool!r} is not possible with this tower: use {' or '.join(self.pool_widths)}"
             raise ConfigError(msg)
-        return self.pooled_of(self.features(patches_SP, metadata), metadata, pool)
+        return self.pooled_of(self.features(patches_SP, metadata, pool=pool), metadata, pool)
 
     @property
     def attentions(self) -> list[PackedAttention]:
         """The layers' attention modules."""
-        return [module for module in self.layers.modules() if isinstance(module, PackedAttention)]
+        return attentions_of(self.layers)
 
     @property
     def head_dim(self) -> int:
@@ -224,6 +249,11 @@ class Tower(nn.Module):
             attention.backend = backend
         return self
 
+    def use_stack(self, stack: LayerStack | None) -> Self:
+        """Let another engine compute all layers, or with None torch again."""
+        self._stack = stack
+        return self
+
     def use_compiled(self, compiled: bool) -> Self:  # noqa: FBT001  it is the whole question
         """Run the layers through ``torch.compile``, or plainly. Attention stays outside: what it reads of a pack on the
         host differs from pack to pack, and would be compiled in."""
@@ -236,6 +266,59 @@ class Tower(nn.Module):
             attention.attend = attend
         self._calls = self._compiled if compiled else None
         return self
+
+
+def run_layer(
+    layer: Callable[..., Any],
+    hidden_TC: torch.Tensor,
+    metadata: DeviceMetadata,
+    rope: Rope | None,
+    **settings: object,
+) -> torch.Tensor:
+    """One of transformers' layers with its attention replaced; `settings` are for the attention."""
+    hidden: torch.Tensor = layer(
+        hidden_TC,
+        attention_mask=None,
+        cu_seqlens=metadata.segments.cu_seqlens,
+        position_embeddings=rope,
+        metadata=metadata,
+        **settings,
+    )
+    return hidden
+
+
+def run_last_layer(
+    layer: nn.Module,
+    hidden_TC: torch.Tensor,
+    rows_N: torch.Tensor,
+    metadata: DeviceMetadata,
+    rope: Rope | None,
+    *,
+    call: Callable[..., Any] | None = None,
+) -> torch.Tensor:
+    """The last layer for the one token of each image that is wanted, at `rows_N`: (N, C).
+
+    Of the other tokens only keys and values are computed: the same vector but for rounding, with about a sixth of the
+    layer's work. `call` is the layer in compiled form.
+    """
+    norm = next(getattr(layer, name) for name in FIRST_NORMS if hasattr(layer, name))
+    (attention,) = attentions_of(layer)
+    keys_values = attention.keys_values_of(norm(hidden_TC), rope)
+    if rope is not None:
+        rope = rope[0].index_select(0, rows_N), rope[1].index_select(0, rows_N)
+    return run_layer(
+        layer if call is None else call,
+        hidden_TC.index_select(0, rows_N),
+        metadata,
+        rope,
+        keys_values=keys_values,
+        queries=DeviceSegments.one_each(metadata.segments),
+    )
+
+
+def attentions_of(module: nn.Module) -> list[PackedAttention]:
+    """The attention modules inside a layer, or inside all."""
+    return [inner for inner in module.modules() if isinstance(inner, PackedAttention)]
 
 
 def replace_attention(layers: nn.ModuleList, *, returns_weights: bool) -> None:

@@ -94,13 +94,19 @@ class DenseTower(Tower):
         self.projection = dense_parts.projection
         self.pooling = dense_parts.pooling
 
+    def _is_first_token(self, pool: str | None) -> bool:
+        """`pool` is made of the first token of an image alone."""
+        return pool is not None and pool != "mean" and self.pooling is None
+
     def features(
-        self, patches_SP: torch.Tensor, metadata: DeviceMetadata, *, deepstack: bool = False
+        self, patches_SP: torch.Tensor, metadata: DeviceMetadata, *, pool: str | None = None, deepstack: bool = False
     ) -> list[torch.Tensor]:
-        """(T, C) after the last layer, before the final norm."""
+        """(T, C) after the last layer, before the final norm; (N, C) where `pool` is made of the first tokens."""
         assert not deepstack
         hidden = self.pre_norm(self.embed_patches(patches_SP, metadata))
-        return [self.run_layers(hidden, metadata, self.rotary(metadata))]
+        if self._is_first_token(pool):
+            return [self.first_of_layers(hidden, metadata, self.rotary(metadata))]
+        return self.run_layers(hidden, metadata, self.rotary(metadata))
 
     def tokens_of(self, features: list[torch.Tensor], metadata: DeviceMetadata) -> list[torch.Tensor]:
         """The ``last_hidden_state`` of transformers without the prefix tokens, (S, C)."""
@@ -111,12 +117,11 @@ class DenseTower(Tower):
         pooling. ``mean``: over the patch tokens."""
         if pool == "mean":
             return self.mean(self.tokens_of(features, metadata)[0], metadata)
-        (hidden_TC,) = features
         if self.pooling is not None:
-            pooled: torch.Tensor = self.pooling(self.final_norm(hidden_TC), metadata.segments)
+            pooled: torch.Tensor = self.pooling(self.final_norm(features[0]), metadata.segments)
             return pooled.float()
-        first_N = metadata.prefix_positions[:: self.layout.num_prefix_tokens]
-        cls_NC: torch.Tensor = self.cls_norm(hidden_TC.index_select(0, first_N))
+        num_images = len(metadata.segments.cu_seqlens) - 1
+        cls_NC: torch.Tensor = self.cls_norm(features[0][:num_images])
         return (self.projection(cls_NC) if pool == "head" and self.projection is not None else cls_NC).float()
 
 

@@ -57,21 +57,18 @@ class GridTower(Tower):
         return x.view(-1, block * x.shape[-1]).index_select(0, metadata.window_index).view(x.shape)
 
     def features(
-        self, patches_SP: torch.Tensor, metadata: DeviceMetadata, *, deepstack: bool = False
+        self, patches_SP: torch.Tensor, metadata: DeviceMetadata, *, pool: str | None = None, deepstack: bool = False
     ) -> list[torch.Tensor]:
         """What the language model would be fed, (M, D), and the deepstack features on request."""
+        del pool  # its mean takes them all
         hidden = self.embed_patches(patches_SP, metadata)
         rope = self.rotary(metadata)
         if metadata.window_index is not None:
             hidden = self._by_window(hidden, metadata)
             rope = rope and (self._by_window(rope[0], metadata), self._by_window(rope[1], metadata))
-        inner: list[torch.Tensor] = []
-
-        def merge_inner(number: int, hidden_SC: torch.Tensor) -> None:
-            if number in self.deepstack_layers:
-                inner.append(self.deepstack_mergers[self.deepstack_layers.index(number)](hidden_SC))
-
-        hidden = self.final_norm(self.run_layers(hidden, metadata, rope, merge_inner if deepstack else None))
+        hidden, *tapped = self.run_layers(hidden, metadata, rope, self.deepstack_layers if deepstack else ())
+        inner = [self.deepstack_mergers[number](each_SC) for number, each_SC in enumerate(tapped)]
+        hidden = self.final_norm(hidden)
         if metadata.merge_index is not None:
             hidden = hidden.index_select(0, metadata.merge_index)
         tokens = self.merger(hidden)
