@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_rule, noise
+from PIL.Image import Resampling
 from test_layout import LAYOUT
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 
@@ -43,6 +44,21 @@ def test_official_is_the_models_own(size_hw: tuple[int, int]) -> None:
     rule = CropResize(shortest_edge=256, size_hw=None, crop_hw=(224, 224), resample=3)
     found = np.asarray(resized(image, rule)).transpose(2, 0, 1)
     np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("resample", list(Resampling))
+@pytest.mark.parametrize("in_float", [False, True])
+def test_columns_that_are_cropped_off_early_leave_the_same_pixels(resample: Resampling, *, in_float: bool) -> None:
+    for height, width in SIZES:
+        image = noise(height, width, seed=9)
+        rule = CropResize(shortest_edge=31, size_hw=None, crop_hw=(28, 28), resample=int(resample), in_float=in_float)
+        size_h, size_w = rule.fit((height, width)).resized_hw
+        channels = [channel.convert("F") for channel in image.split()] if in_float else [image]
+        left, top = (size_w - 28) // 2, (size_h - 28) // 2
+        box = (left, top, left + 28, top + 28)
+        at_once = [np.asarray(each.resize((size_w, size_h), resample=resample).crop(box)) for each in channels]
+        expected = np.stack(at_once, axis=-1) if in_float else at_once[0]
+        np.testing.assert_array_equal(resized(image, rule), expected)
 
 
 def test_official_pads_like_transformers_where_the_crop_is_larger() -> None:

@@ -2,7 +2,8 @@
 
 The policy (recorded in the provenance as `PIXEL_POLICY`): EXIF orientation applied; alpha and palette transparency
 composited on white; 16-bit scaled to 8; CMYK and YCCK converted without a colour profile, LAB to sRGB; the first frame
-of an animation; truncated files fail.
+of an animation; truncated files fail. With `--fast-decode`, JPEGs are decoded at a reduced scale (`vlmembed.draft`),
+which `pixel_policy` adds.
 """
 
 from __future__ import annotations
@@ -22,12 +23,16 @@ from PIL import Image, ImageFile, UnidentifiedImageError
 
 from vlmembed.codestream import check_codestreams
 from vlmembed.directory import MAX_TAG_VALUES, check_tiff, read_directory
+from vlmembed.draft import DRAFT_POLICY, draft
 from vlmembed.errors import FailureCode, ImageError
 from vlmembed.formats import SNIFF_BYTES, readable_formats, sniff_format
 from vlmembed.pixels import stripes, to_rgb
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from vlmembed.draft import Draft
+    from vlmembed.resize import Fit
 
 PIXEL_POLICY = "1: exif applied, alpha on white, 16-bit scaled, cmyk converted, first frame"
 
@@ -94,18 +99,27 @@ class Header:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodedImage:
-    """`rgb` is a Pillow image of mode RGB, upright; `exif_problem` says why its EXIF block was ignored, if it was."""
+    """A picture that can be resized.
+
+    Attributes:
+        rgb: a Pillow image of mode RGB, upright.
+        draft: what it is of, where it was decoded at a reduced scale; upright too.
+        exif_problem: why its EXIF block was ignored, if it was.
+    """
 
     rgb: Image.Image
+    draft: Draft | None = None
     exif_problem: str = ""
 
     @property
     def size_hw(self) -> tuple[int, int]:
-        """Height and width in pixels, after orientation."""
-        return self.rgb.height, self.rgb.width
+        """Height and width of the whole picture in pixels, after orientation."""
+        return (self.rgb.height, self.rgb.width) if self.draft is None else self.draft.size_hw
 
     def pixel_hash(self) -> bytes:
-        """SHA-256 over the size and the RGB bytes: 32 bytes, equal for equal pictures in different files."""
+        """SHA-256 over the size and the RGB bytes: 32 bytes, equal for equal pictures in different files. Of whole
+        pictures only: what a reduced one looks like hangs on the resize."""
+        assert self.draft is None
         digest = hashlib.sha256(f"RGB {self.rgb.width}x{self.rgb.height}\n".encode())
         for _, stripe in stripes(self.rgb):
             digest.update(stripe.tobytes())
@@ -150,8 +164,16 @@ def _end_silence() -> None:
             filters.remove(_silenced.pop())
 
 
-def decode(content: bytes, *, max_source_pixels: int) -> DecodedImage:
-    """Decode the first frame of an encoded picture to upright RGB.
+def pixel_policy(*, fast_decode: bool) -> str:
+    """The policy of a run, for its fingerprint."""
+    return f"{PIXEL_POLICY}, {DRAFT_POLICY}" if fast_decode else PIXEL_POLICY
+
+
+def decode(
+    content: bytes, *, max_source_pixels: int, fit: Callable[[tuple[int, int]], Fit] | None = None
+) -> DecodedImage:
+    """Decode the first frame of an encoded picture to upright RGB. With `fit`, which tells what a picture of a size
+    will be resized to, a JPEG that is much larger is decoded at a reduced scale.
 
     Raises:
         ImageError: with the code that the row will carry.
@@ -161,7 +183,11 @@ def decode(content: bytes, *, max_source_pixels: int) -> DecodedImage:
     _check_header(content, max_source_pixels)
     image, exif_problem = _open(content, max_source_pixels)
     _check_size(image, max_source_pixels)
+    drafted = None
     try:
+        if fit is not None and image.format == "JPEG":
+            is_on_its_side = _transpose_of(image)[0] in _ON_ITS_SIDE
+            drafted = draft(image, content, fit, is_on_its_side=is_on_its_side)
         image.load()
         _check_size(image, max_source_pixels)  # again: what an ICNS or HEIF holds may be larger than it says
         transpose, problem = _transpose_of(image)
@@ -175,7 +201,7 @@ def decode(content: bytes, *, max_source_pixels: int) -> DecodedImage:
         raise ImageError(FailureCode.OUT_OF_MEMORY, "no memory for the picture's pixels") from error
     except Exception as error:
         raise _broken(content, error) from error
-    return DecodedImage(rgb=rgb, exif_problem=exif_problem or problem)
+    return DecodedImage(rgb=rgb, draft=drafted and drafted.turned(transpose), exif_problem=exif_problem or problem)
 
 
 def read_header(content: bytes, *, max_source_pixels: int) -> Header:

@@ -49,11 +49,13 @@ class Patch(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Patcher:
-    """Decodes and preprocesses by `rule`; hashes the decoded pixels where `hash_pixels` says so."""
+    """Decodes and preprocesses by `rule`; hashes the decoded pixels where `hash_pixels` says so. With `fast_decode`,
+    which does not go with that, JPEGs are decoded at a reduced scale where they are much larger than `rule` wants."""
 
     rule: ResizeRule
     max_source_pixels: int
     hash_pixels: bool
+    fast_decode: bool = False
 
     def __call__(self, row: int, content: bytes | ImageError) -> Patched:
         """A picture that cannot be decoded is a result too; what is raised is a bug."""
@@ -63,12 +65,13 @@ class Patcher:
         stage, pixel_hash, exif_problem = "decode", None, ""
         result: PatchedImage | Failure
         try:
-            decoded = decode(content, max_source_pixels=self.max_source_pixels)
+            fit = self.rule.fit if self.fast_decode else None
+            decoded = decode(content, max_source_pixels=self.max_source_pixels, fit=fit)
             exif_problem = decoded.exif_problem
             if self.hash_pixels:
                 pixel_hash = decoded.pixel_hash()
             stage = "preprocess"
-            result = preprocess(decoded.rgb, row, self.rule)
+            result = preprocess(decoded.rgb, row, self.rule, decoded.draft)
         except ImageError as error:
             result = Failure.from_error(row, stage, error)
         except MemoryError:

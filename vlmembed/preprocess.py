@@ -11,6 +11,7 @@ from PIL import Image
 from vlmembed.types import PatchedImage
 
 if TYPE_CHECKING:
+    from vlmembed.draft import Draft
     from vlmembed.layout import ResizeRule
     from vlmembed.resize import Fit, Resize
     from vlmembed.types import PatchArray
@@ -34,17 +35,29 @@ def patchify(pixels: PatchArray, patch_size: int, block_size: int = 1) -> PatchA
     return cast("PatchArray", patches.reshape(rows * columns * block_size**2, 3 * patch_size**2))
 
 
-def resize_pixels(rgb: Image.Image, fit: Fit, resize: Resize) -> PatchArray:
-    """The picture's pixels (height, width, 3) after one resize and the crop or padding of `fit`."""
+def resize_pixels(rgb: Image.Image, fit: Fit, resize: Resize, draft: Draft | None = None) -> PatchArray:
+    """The picture's pixels (height, width, 3) after one resize and the crop or padding of `fit`; of a reduced picture,
+    from where its `draft` says that the whole one lies in it.
+
+    Pillow resizes the columns first, rounds, and then the rows. So columns that are cropped off can go in between: the
+    pixels are the same, and half of a wide picture is not resized for nothing.
+    """
     (height, width), (canvas_h, canvas_w) = fit.resized_hw, fit.canvas_hw
     resample = Image.Resampling(resize.resample)
     top = (height - canvas_h) // 2 if fit.centred else 0
     left = (width - canvas_w) // 2 if fit.centred else 0
     box = (left, top, left + canvas_w, top + canvas_h)
+    from_left, from_top, from_right, from_bottom = source = draft.box if draft else (0, 0, *rgb.size)
 
     def fitted(image: Image.Image) -> PatchArray:
-        resized = image.resize((width, height), resample=resample)
-        return np.asarray(resized if fit.canvas_hw == fit.resized_hw else resized.crop(box))
+        if fit.canvas_hw == fit.resized_hw:
+            return np.asarray(image.resize((width, height), resample=resample, box=source))
+        if canvas_w >= width:
+            return np.asarray(image.resize((width, height), resample=resample, box=source).crop(box))
+        wide = image.resize((width, image.height), resample=resample, box=(from_left, 0, from_right, image.height))
+        columns = wide.crop((left, 0, left + canvas_w, image.height))
+        whole = columns.resize((canvas_w, height), resample=resample, box=(0, from_top, canvas_w, from_bottom))
+        return np.asarray(whole.crop((0, top, canvas_w, box[3])))
 
     if not resize.in_float:
         return fitted(rgb)
@@ -52,16 +65,17 @@ def resize_pixels(rgb: Image.Image, fit: Fit, resize: Resize) -> PatchArray:
     return np.stack(channels, axis=-1).astype(np.float32, copy=False)
 
 
-def preprocess(rgb: Image.Image, row: int, rule: ResizeRule) -> PatchedImage:
-    """Resize an upright RGB image by `rule` and cut it into patches.
+def preprocess(rgb: Image.Image, row: int, rule: ResizeRule, draft: Draft | None = None) -> PatchedImage:
+    """Resize an upright RGB image by `rule` and cut it into patches. With a `draft`, which says what it is of, it
+    becomes what the whole picture would.
 
     Raises:
         ImageError: ``aspect_ratio``, from the rule.
     """
-    size_hw = (rgb.height, rgb.width)
+    size_hw = draft.size_hw if draft else (rgb.height, rgb.width)
     layout, fit = rule.layout, rule.fit(size_hw)
     patch = layout.patch_size
-    pixels = resize_pixels(rgb, fit, rule.resize)
+    pixels = resize_pixels(rgb, fit, rule.resize, draft)
     return PatchedImage(
         row=row,
         patches=patchify(pixels, patch, layout.merge_size if layout.block_order else 1),

@@ -38,7 +38,12 @@ def decoders_of(plan: Plan, suspects: Path | None) -> Iterator[DecodePool]:
     """
     config = plan.config
     assert config.workers is not None
-    patcher = Patcher(rule=plan.rule, max_source_pixels=config.max_source_pixels, hash_pixels=config.dedup == "pixels")
+    patcher = Patcher(
+        rule=plan.rule,
+        max_source_pixels=config.max_source_pixels,
+        hash_pixels=config.dedup == "pixels",
+        fast_decode=config.fast_decode,
+    )
     if config.decode == "processes":
         with ProcessDecoders(patcher, num_processes=config.workers, timeout_seconds=config.timeout) as processes:
             yield processes
