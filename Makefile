@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 MODEL := dinov2-small
 
 .DEFAULT_GOAL := help
-.PHONY: help demo run reproduce named-recipe named-output test test-slow crash-test fuzz check fmt bench bench-gpu docs clean model data
+.PHONY: help demo run reproduce named-recipe named-output test test-slow crash-test fuzz check fmt bench bench-table bench-gpu docs clean model data
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -92,13 +92,28 @@ fmt: $(READY)  ## format and fix what can be fixed
 docs: $(READY)  ## write docs/cli.md, the reference of the command line
 	$(BIN)/python docs/cli_reference.py
 
-bench: model  ## run the benchmarks; results go to pipelines/benchmarks/results
+# Daft and Ray Data, which peers.py compares with, want other versions of what is installed here.
+PEERS := .data/peers-venv
+$(PEERS)/.ready: pipelines/benchmarks/peers.txt
+	rm -rf $(PEERS)
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet -r $<
+	touch $@
+
+bench: model data $(PEERS)/.ready  ## run the benchmarks, an hour; results go to pipelines/benchmarks/results
+	$(BIN)/python pipelines/benchmarks/peers.py
+	$(BIN)/python pipelines/benchmarks/tower_limit.py
+	$(BIN)/python pipelines/benchmarks/feeding.py
+	$(BIN)/python pipelines/benchmarks/scale.py
 	$(BIN)/python pipelines/benchmarks/packing.py
-	$(BIN)/python pipelines/benchmarks/end_to_end.py
 	$(BIN)/python pipelines/benchmarks/towers.py
 	$(BIN)/python pipelines/benchmarks/cache.py
 	$(BIN)/python pipelines/benchmarks/deterministic.py
 	$(BIN)/python pipelines/benchmarks/plan.py
+	$(BIN)/python pipelines/benchmarks/table.py
+
+bench-table: $(READY)  ## the floors of all result files once more, without measuring
+	$(BIN)/python pipelines/benchmarks/table.py
 
 bench-gpu: model  ## the same for a machine with a GPU: numerics, then speeds beside their floors
 	$(BIN)/python pipelines/benchmarks/gpu.py

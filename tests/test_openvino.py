@@ -157,7 +157,7 @@ def test_layers_that_cannot_be_converted_are_a_clear_error(
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """What is told instead of measured: `job` seconds, and OpenVINO that is `gain` times faster. Nothing is converted."""
+    """Told instead of measured: `job` seconds, and OpenVINO that is `gain` times faster. Nothing is converted."""
     values = {"job": 1e9, "gain": 2.0}
     monkeypatch.setattr(Variants, "job_seconds", lambda *_: values["job"])
     monkeypatch.setattr(Variants, "seconds", lambda *_: {"plain": values["gain"], "way": 1.0})

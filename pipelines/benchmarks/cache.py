@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
-from end_to_end import spread
+from floors import quotients, spread
 from photos import fetch_photos
 from PIL import Image
 from record import write_result
@@ -82,16 +82,10 @@ def measure(pictures: Path, more: list[Path], scratch: Path, repeats: int) -> di
         print(number, {name: round(report.seconds, 2) for name, report in runs.items()}, flush=True)
     first_seconds = seconds["first"]
     return {
-        "seconds, median (min to max)": {name: spread(each, 2) for name, each in seconds.items()},
-        "first / second, --cache": spread(
-            [a / b for a, b in zip(first_seconds, seconds["second, --cache"], strict=True)], 1
-        ),
-        "first / second, --reuse": spread(
-            [a / b for a, b in zip(first_seconds, seconds["second, --reuse"], strict=True)], 1
-        ),
-        "1 % more / first": spread(
-            [b / a for a, b in zip(first_seconds, seconds["1 % more, --cache"], strict=True)], 4
-        ),
+        "seconds, median (min to max)": {name: spread(each) for name, each in seconds.items()},
+        "first / second, --cache": spread(quotients(first_seconds, seconds["second, --cache"])),
+        "first / second, --reuse": spread(quotients(first_seconds, seconds["second, --reuse"])),
+        "1 % more / first": spread(quotients(seconds["1 % more, --cache"], first_seconds)),
         "largest difference of a value, first to second": max(differences),
     }
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cache import encode
-from end_to_end import spread
+from floors import quotients, spread
 from photos import fetch_photos
 from record import write_result
 
@@ -44,11 +44,9 @@ def main() -> None:
             print(number, {side: round(each[-1], 2) for side, each in rates.items() if each}, flush=True)
     figures = {
         "photos": arguments.num_photos,
-        "images/s, median (min to max)": {side: spread(each, 2) for side, each in rates.items()},
+        "images/s, median (min to max)": {side: spread(each) for side, each in rates.items()},
         "ratio to default, median of rounds (min to max)": {
-            side: spread([ours / theirs for ours, theirs in zip(rates[side], rates["default"], strict=True)], 3)
-            for side in SIDES
-            if side != "default"
+            side: spread(quotients(rates[side], rates["default"])) for side in SIDES if side != "default"
         },
     }
     print(json.dumps(figures, indent=1))

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from end_to_end import spread
+from floors import spread
 from photos import fetch_photos
 from PIL import Image
 from record import ROOT, write_result
@@ -133,7 +133,7 @@ def main() -> None:
         measured = {what: [each[what] for each in rounds] for what in rounds[0]}
         within = all(abs(statistics.median(values) - 1) <= LIMIT for values in measured.values())
         is_kept = is_kept and within
-        shown = {what: spread(values, 3) for what, values in measured.items()}
+        shown = {what: spread(values) for what, values in measured.items()}
         figures[f"{kind}: foreseen / run, median (min to max)"] = shown | {"within 25 %": within}
     figures["all within 25 %"] = is_kept
     claim = "the time and the output's size that plan foresees are within 25 % of the run that follows"
