@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from PIL.Image import Image
 
+    from vlmembed.draft import Draft
     from vlmembed.layout import ResizeRule
     from vlmembed.types import PatchedImage
 
@@ -92,10 +93,10 @@ def test_no_memory_for_one_image_is_its_rows_failure(
 ) -> None:
     folder = many_pictures(tmp_path / "in", 30)
 
-    def short_of_memory(rgb: Image, row: int, rule: ResizeRule) -> PatchedImage:
+    def short_of_memory(rgb: Image, row: int, rule: ResizeRule, draft: Draft | None) -> PatchedImage:
         if row == 5:
             raise MemoryError
-        return preprocess(rgb, row, rule)
+        return preprocess(rgb, row, rule, draft)
 
     monkeypatch.setattr("vlmembed.patcher.preprocess", short_of_memory)
     report = run(folder, tmp_path / "out.parquet", model=str(tiny_model))
@@ -115,6 +116,24 @@ def test_duplicates_and_failures_alone_fill_parts(tmp_path: Path, tiny_model: Pa
     table = pq.read_table(tmp_path / "out.parquet")
     assert set(table["duplicate_of"].to_pylist()[2:]) == {"0001.png"}
     assert table["embedding"][0] == table["embedding"][27]  # row 0 failed: row 1 comes first
+
+
+def test_the_clock_knows_what_every_thread_is_at() -> None:
+    clock, inside, over = StageClock(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        with clock.measure("encode"):
+            inside.set()
+            over.wait()
+
+    thread = threading.Thread(target=work, name="worker")
+    thread.start()
+    inside.wait()
+    with clock.measure("write"), clock.measure("find"):
+        assert clock.doing() == {"worker": "encode", threading.current_thread().name: "find"}
+    over.set()
+    thread.join()
+    assert clock.doing() == {}
 
 
 def test_the_clock_leaves_waiting_out() -> None:

@@ -260,8 +260,10 @@ def test_a_picture_is_resized_once(case: Case, mode: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(Image.Image, "resize", counted)
     rule = case.rule(mode)
     patched = preprocess(image, 0, rule)
-    height, width = rule.fit((300, 451)).resized_hw
-    assert resized == [(width, height)] * (3 if rule.resize.in_float else 1)
+    fit = rule.fit((300, 451))
+    (height, width), canvas_w = fit.resized_hw, fit.canvas_hw[1]
+    once = [(width, height)] if canvas_w >= width else [(width, 300), (canvas_w, height)]
+    assert resized == once * (3 if rule.resize.in_float else 1)
     assert len(patched.patches) == patched.grid_hw[0] * patched.grid_hw[1]
 
 

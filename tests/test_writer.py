@@ -22,6 +22,8 @@ from vlmembed.writer import Writer
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from vlmembed.types import Embedded
+
 VECTORS = (VectorColumn(name="embedding", width=4),)
 EMPTY = pa.schema([])
 
@@ -87,6 +89,25 @@ def test_rows_come_out_in_input_order_with_duplicates_from_other_parts(tmp_path:
     errors = pq.read_table(paths.errors)
     assert errors.to_pylist() == [{"id": "k4", "row": 4, "stage": "decode", "code": "corrupt", "message": "bad"}]
     assert not paths.partial.exists()
+
+
+def test_a_content_of_an_earlier_part_is_looked_up_once_a_part_and_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, store, writer = make(tmp_path, 12)
+    looked_up: list[int] = []
+    find = store.find
+
+    def noted(row: int) -> tuple[str, Embedded | Failure]:
+        looked_up.append(row)
+        return find(row)
+
+    monkeypatch.setattr(store, "find", noted)
+    feed(writer, *map(ref, range(4)), broken(1), batch(0, 2, 3))
+    feed(writer, ref(4, 3), ref(5, 0), ref(6, 1), ref(7, 3))
+    feed(writer, ref(8, 0), ref(9), ref(10, 0), ref(11, 9), batch(9))
+    assert looked_up == [0, 1, 3, 0]
+    assert writer.finish(12) == {"embedded": 4, "duplicates": 6, "failed": 2}
 
 
 def test_a_duplicate_of_a_failed_row_fails_with_its_code(tmp_path: Path) -> None:

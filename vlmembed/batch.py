@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,8 +31,19 @@ def make_batch(images: Sequence[PatchedImage], layout: TowerLayout) -> PackedBat
         grid_hw=np.array([image.grid_hw for image in images], dtype=np.int32),
         size_hw=np.array([image.size_hw for image in images], dtype=np.int32),
         patches=[image.patches for image in images],
-        metadata=attention_metadata([image.grid_hw for image in images], layout),
+        metadata=_metadata_of(tuple(image.grid_hw for image in images), layout),
     )
+
+
+@lru_cache(maxsize=4)
+def _metadata_of(grids: tuple[tuple[int, int], ...], layout: TowerLayout) -> AttentionMetadata:
+    """Where pictures have one size, so have most packs: a few megabytes for what was made again for each."""
+    return attention_metadata(grids, layout)
+
+
+@lru_cache(maxsize=16)
+def _slab_of(shapes: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]) -> SlabLayout:
+    return SlabLayout.of({name: (dtype, shape) for name, dtype, shape in shapes})
 
 
 def open_batch(header: PackHeader, block: UInt8Array) -> PackedBatch:
@@ -88,14 +100,12 @@ def _assemble(
         if (segments := getattr(metadata, name)) is not None:
             arrays[name] = segments.cu_seqlens
     arrays |= {name: array for name in _INDICES if (array := getattr(metadata, name)) is not None}
-    shapes: dict[str, tuple[npt.DTypeLike, tuple[int, ...]]] = {
-        name: (array.dtype, array.shape) for name, array in arrays.items()
-    }
+    shapes = [(name, array.dtype, array.shape) for name, array in arrays.items()]
     num_patches = sum(len(each) for each in patches)
-    shapes["patches"] = (np.result_type(*patches), (num_patches, patches[0].shape[1]))
+    shapes.append(("patches", np.result_type(*patches), (num_patches, patches[0].shape[1])))
     windows = metadata.windows
     header = PackHeader(
-        layout=SlabLayout.of(shapes),
+        layout=_slab_of(tuple(shapes)),
         segments=(metadata.segments.max_seqlen, metadata.segments.runs),
         windows=None if windows is None else (windows.max_seqlen, windows.runs),
     )

@@ -28,11 +28,11 @@ from vlmembed.schema import ERRORS_SCHEMA, HASH_BYTES
 from vlmembed.types import Embedded, Failure
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from vlmembed.schema import VectorColumn
-    from vlmembed.types import Int64Array
+    from vlmembed.types import FloatArray, Int64Array
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ PART_GROUP_BYTES = 16 * 2**20
 FOUND_BYTES = 256 * 2**20
 """Row groups kept for the duplicates to come: 16, or fewer that hold so many bytes."""
 
-_FOUND_COLUMNS = ("id", "height", "width", "grid_h", "grid_w")
+_SIZES = ("height", "width", "grid_h", "grid_w")
 _PART_ERRORS_SCHEMA = pa.schema([*ERRORS_SCHEMA, pa.field("content_hash", pa.binary(HASH_BYTES))])
 
 
@@ -74,6 +74,23 @@ class PartRecord:
     def errors_name(self) -> str:
         """Of the rows that failed."""
         return f"part-{self.number:06d}.errors.parquet"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Group:
+    """A row group of a part, so that its rows can be picked one by one: ids, `_SIZES` and vectors by column."""
+
+    keys: list[str]
+    sizes: list[tuple[int, ...]]
+    vectors: dict[str, Sequence[FloatArray]]
+
+
+def _vectors_of(column: VectorColumn, values: pa.ChunkedArray) -> Sequence[FloatArray]:
+    """The vectors of each image, views of the column."""
+    if column.per_token:
+        return [column.from_arrow(value) for value in values]
+    rows: FloatArray = pa.concat_arrays(values.chunks).flatten().to_numpy().reshape(-1, column.width)
+    return list(rows)
 
 
 def part_name(number: int) -> str:
@@ -193,11 +210,11 @@ class PartStore:
             msg = f"row {row} is in neither file of part {number}, which is committed"
             raise AccountingError(msg)
         group, index = divmod(index, self._group_rows)
-        table = self._group(number, group)
-        key, *sizes = (table[name][index].as_py() for name in _FOUND_COLUMNS)
-        vectors = {column.name: column.from_arrow(table[column.name][index]) for column in self.vectors}
-        found = Embedded(row=row, vectors=vectors, size_hw=(sizes[0], sizes[1]), grid_hw=(sizes[2], sizes[3]))
-        return key, found
+        found = self._group(number, group)
+        vectors = {name: values[index] for name, values in found.vectors.items()}
+        height, width, grid_h, grid_w = found.sizes[index]
+        image = Embedded(row=row, vectors=vectors, size_hw=(height, width), grid_hw=(grid_h, grid_w))
+        return found.keys[index], image
 
     def last_key(self) -> str | None:
         """The id of the last committed row; None where there is none."""
@@ -226,9 +243,14 @@ class PartStore:
     def _read_rows(self, number: int) -> Int64Array:
         return self.rows_of(number)[0]
 
-    def _read_group(self, number: int, group: int) -> pa.Table:
+    def _read_group(self, number: int, group: int) -> _Group:
         with pq.ParquetFile(self.folder / part_name(number), page_checksum_verification=True) as file:
-            return file.read_row_group(group, columns=[*_FOUND_COLUMNS, *(each.name for each in self.vectors)])
+            table = file.read_row_group(group, columns=["id", *_SIZES, *(each.name for each in self.vectors)])
+        return _Group(
+            keys=table["id"].to_pylist(),
+            sizes=list(zip(*(table[name].to_pylist() for name in _SIZES), strict=True)),
+            vectors={column.name: _vectors_of(column, table[column.name]) for column in self.vectors},
+        )
 
     def _read_failures(self, number: int) -> dict[int, tuple[str, Failure]]:
         found = {}

@@ -13,9 +13,10 @@ import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from itertools import groupby, islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from vlmembed.chunks import by_part, in_chunks
 from vlmembed.config import STALL_TIMEOUTS
 from vlmembed.decoders import decode_in_order
 from vlmembed.dedup import dedup, ref_of
@@ -36,7 +37,7 @@ from vlmembed.types import (
 from vlmembed.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from vlmembed.config import EncodeConfig
     from vlmembed.decoders import DecodePool
@@ -55,7 +56,9 @@ Event: TypeAlias = ImageRef | Failure | Embedded | EmbeddingBatch | EndOfInput
 logger = logging.getLogger(__name__)
 
 MAX_PACKS_WAITING = 4
-MAX_EVENTS_WAITING = 4096
+MAX_CHUNKS_WAITING = 128
+"""For the encoder, and for the writer."""
+
 MAX_DECODE_BYTES = 256 * 2**20
 """Encoded bytes that may wait for or be in decoding."""
 
@@ -128,7 +131,7 @@ class Pipeline:
         self.clock = clock
         self._stop = stop or threading.Event()
         self._packs: Channel[PackedBatch] = Channel(MAX_PACKS_WAITING, self._stop)
-        self._events: Channel[Event] = Channel(MAX_EVENTS_WAITING, self._stop)
+        self._events: Channel[Sequence[Event]] = Channel(MAX_CHUNKS_WAITING, self._stop)
         self._errors: list[BaseException] = []
         self._watchdog = Watchdog(
             self._describe,
@@ -237,16 +240,17 @@ class Pipeline:
             doing.append(f"longest in decoding: row {image.row} ({image.key}), {seconds:.0f} s")
         return "; ".join(doing) or "no thread is in a stage"
 
-    def _put(self, event: Event) -> None:
+    def _put(self, events: Sequence[Event]) -> None:
         with self.clock.measure("give to writer"):
-            self._events.put(event)
+            self._events.put(events)
 
     def _read(self, start: int, limit: int | None, after: str | None) -> None:
         left = None if limit is None else limit - start
         source_rows = self._rows(start, after)
         try:
-            rows = self.clock.iterate("read", islice(source_rows, left))
-            images = self.clock.iterate("wait", self._images(self._counted(rows)))
+            rows = self._counted(islice(source_rows, left))
+            chunks = self.clock.iterate("read", in_chunks(rows, self._rows_per_part))
+            images = self.clock.iterate("wait", self._images(chunks))
             packs = pack(images, self._layout, self.packing, alone=self._config.deterministic)
             for batch in self.clock.iterate("pack", packs):
                 with self.clock.measure("give to encoder"):
@@ -255,7 +259,7 @@ class Pipeline:
         finally:
             if isinstance(source_rows, Generator):
                 source_rows.close()  # its threads end now, and not whenever it is collected
-        self._put(EndOfInput(num_rows=self.num_rows_read))
+        self._put([EndOfInput(num_rows=self.num_rows_read)])
         self._packs.close()
 
     def _rows(self, start: int, after: str | None) -> Iterator[EncodedImage]:
@@ -279,41 +283,42 @@ class Pipeline:
             self._watchdog.moved()
             yield image
 
-    def _images(self, rows: Iterator[EncodedImage]) -> Iterator[PatchedImage | None]:
+    def _images(self, chunks: Iterator[list[EncodedImage]]) -> Iterator[PatchedImage | None]:
         """Unique images ready to be packed. None ends a part, and nothing is in flight across it: so rows wait in the
         writer for at most the part being decoded and those being encoded."""
         stage = self._dedup_decoded if self._config.dedup == "pixels" else self._dedup_encoded
-        for _, rows_of_part in groupby(rows, key=lambda image: image.row // self._rows_per_part):
-            yield from stage(rows_of_part)
+        for chunks_of_part in by_part(chunks, self._rows_per_part):
+            yield from stage(chunks_of_part)
             yield None
 
-    def _dedup_encoded(self, rows: Iterator[EncodedImage]) -> Iterator[PatchedImage]:
+    def _dedup_encoded(self, chunks: Iterator[list[EncodedImage]]) -> Iterator[PatchedImage]:
         """Hash the bytes, decode what is new."""
-        for _, patched in self._decoded(self._unique(rows)):
+        for _, patched in self._decoded(self._unique(chunks)):
             if isinstance(patched.result, Failure):
-                self._put(patched.result)
+                self._put([patched.result])
             else:
                 yield patched.result
 
-    def _unique(self, rows: Iterator[EncodedImage]) -> Iterator[UniqueImage]:
+    def _unique(self, chunks: Iterator[list[EncodedImage]]) -> Iterator[UniqueImage]:
         """The images that must be decoded: neither duplicates nor found."""
-        for ref, work in self.clock.iterate("dedup", dedup(rows, self._index)):
-            self._put(ref)
-            if isinstance(work, Failure):
-                self._put(work)
-            elif work is not None and not self._is_found(work.row, work.content_hash):
-                yield work
+        for chunk in chunks:
+            with self.clock.measure("dedup"):
+                found = list(dedup(chunk, self._index))
+            self._put([ref for ref, _ in found] + [work for _, work in found if isinstance(work, Failure)])
+            for _, work in found:
+                if isinstance(work, UniqueImage) and not self._is_found(work.row, work.content_hash):
+                    yield work
 
-    def _dedup_decoded(self, rows: Iterator[EncodedImage]) -> Iterator[PatchedImage]:
+    def _dedup_decoded(self, chunks: Iterator[list[EncodedImage]]) -> Iterator[PatchedImage]:
         """Decode everything, hash the pixels."""
-        for image, patched in self._decoded(rows):
+        for image, patched in self._decoded(chain.from_iterable(chunks)):
             with self.clock.measure("dedup"):
                 ref = ref_of(image, patched.pixel_hash, self._index)
-            self._put(ref)
+            self._put([ref])
             if ref.first_row != ref.row:
                 continue
             if isinstance(patched.result, Failure):
-                self._put(patched.result)
+                self._put([patched.result])
             elif patched.pixel_hash is None or not self._is_found(ref.row, patched.pixel_hash):
                 yield patched.result
 
@@ -324,7 +329,7 @@ class Pipeline:
         if found is None:
             return False
         self.num_found += 1
-        self._put(found)
+        self._put([found])
         return True
 
     def _decoded(self, images: Iterable[Image]) -> Iterator[tuple[Image, Patched]]:
@@ -345,7 +350,7 @@ class Pipeline:
             if result is None:  # nothing came for a while
                 self._packs.check()
                 continue
-            self._put(result)
+            self._put([result])
             self._watchdog.moved()
             if isinstance(result, Failure):
                 continue
@@ -362,7 +367,8 @@ class Pipeline:
             )
 
     def _write(self) -> None:
-        for item in self.clock.iterate("await", self._events):
+        for events in self.clock.iterate("await", self._events):
             with self.clock.measure("write"):
-                self._writer.add(item)
+                for event in events:
+                    self._writer.add(event)
             self._watchdog.moved()

@@ -29,9 +29,10 @@ def patchify(pixels: PatchArray, patch_size: int, block_size: int = 1) -> PatchA
     """
     side = patch_size * block_size
     rows, columns = pixels.shape[0] // side, pixels.shape[1] // side
-    whole = pixels[: rows * side, : columns * side]
-    blocks = whole.reshape(rows, block_size, patch_size, columns, block_size, patch_size, 3)
-    patches = np.ascontiguousarray(blocks.transpose(0, 3, 1, 4, 6, 2, 5))
+    channels = np.ascontiguousarray(pixels[: rows * side, : columns * side].transpose(2, 0, 1))
+    lines = channels.view(f"V{patch_size * pixels.itemsize}")  # a line of a patch is copied as one value
+    blocks = lines.reshape(3, rows, block_size, patch_size, columns, block_size)
+    patches = np.ascontiguousarray(blocks.transpose(1, 4, 2, 5, 0, 3)).view(pixels.dtype)
     return cast("PatchArray", patches.reshape(rows * columns * block_size**2, 3 * patch_size**2))
 
 
@@ -52,12 +53,12 @@ def resize_pixels(rgb: Image.Image, fit: Fit, resize: Resize, draft: Draft | Non
     def fitted(image: Image.Image) -> PatchArray:
         if fit.canvas_hw == fit.resized_hw:
             return np.asarray(image.resize((width, height), resample=resample, box=source))
-        if canvas_w >= width:
+        if canvas_w >= width or canvas_h > height:
             return np.asarray(image.resize((width, height), resample=resample, box=source).crop(box))
         wide = image.resize((width, image.height), resample=resample, box=(from_left, 0, from_right, image.height))
         columns = wide.crop((left, 0, left + canvas_w, image.height))
         whole = columns.resize((canvas_w, height), resample=resample, box=(0, from_top, canvas_w, from_bottom))
-        return np.asarray(whole.crop((0, top, canvas_w, box[3])))
+        return np.asarray(whole)[top : top + canvas_h]
 
     if not resize.in_float:
         return fitted(rgb)

@@ -5,15 +5,47 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from tqdm import tqdm
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from contextlib import AbstractContextManager
 
 T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class _Work:
+    """What a thread is at, and the seconds that blocks inside of that one have taken."""
+
+    stage: str = ""
+    inner_seconds: float = 0.0
+
+
+class _Block:
+    """A block whose time counts for a stage. No generator: there is one for every image."""
+
+    __slots__ = ("_around", "_clock", "_inner_before", "_stage", "_start", "_work")
+
+    def __init__(self, clock: StageClock, work: _Work, stage: str) -> None:
+        self._clock = clock
+        self._work = work
+        self._stage = stage
+
+    def __enter__(self) -> None:
+        work = self._work
+        self._inner_before, work.inner_seconds = work.inner_seconds, 0.0
+        self._around, work.stage = work.stage, self._stage
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        elapsed, work = time.perf_counter() - self._start, self._work
+        work.stage = self._around
+        self._clock.add(self._stage, elapsed - work.inner_seconds)
+        work.inner_seconds = self._inner_before + elapsed
 
 
 class StageClock:
@@ -24,25 +56,16 @@ class StageClock:
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self._doing: dict[str, str] = {}  # by thread
+        self._threads: dict[str, _Work] = {}
         self._lock = threading.Lock()
         self._local = threading.local()
 
-    @contextmanager
-    def measure(self, stage: str) -> Iterator[None]:
+    def measure(self, stage: str) -> AbstractContextManager[None]:
         """Count the block's time for `stage`."""
-        inner_before = getattr(self._local, "inner", 0.0)
-        self._local.inner = 0.0
-        thread, start = threading.current_thread().name, time.perf_counter()
-        around = self._doing.get(thread, "")
-        self._doing[thread] = stage
-        try:
-            yield
-        finally:
-            elapsed = time.perf_counter() - start
-            self._doing[thread] = around
-            self.add(stage, elapsed - self._local.inner)
-            self._local.inner = inner_before + elapsed
+        work: _Work | None = getattr(self._local, "work", None)
+        if work is None:
+            work = self._local.work = self._threads[threading.current_thread().name] = _Work()
+        return _Block(self, work, stage)
 
     def add(self, stage: str, seconds: float) -> None:
         """Count time that was measured elsewhere."""
@@ -51,7 +74,7 @@ class StageClock:
 
     def doing(self) -> dict[str, str]:
         """The stage that each thread is in, by its name."""
-        return {thread: stage for thread, stage in dict(self._doing).items() if stage}
+        return {thread: work.stage for thread, work in dict(self._threads).items() if work.stage}
 
     def iterate(self, stage: str, items: Iterable[T]) -> Iterator[T]:
         """Count the time that producing `items` takes for `stage`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from vlmembed.schema import VectorColumn
+    from vlmembed.types import FloatArray
 
 
 class Store(Protocol):
@@ -103,7 +104,7 @@ class Writer:
         elif isinstance(item, Failure):
             self._fail(item)
         elif isinstance(item, Embedded):
-            self._add_embedded(item)
+            self._add_embedded(item, is_finite=_is_finite(item.vectors))
         elif isinstance(item, EndOfInput):
             self._end(item.num_rows)
         else:
@@ -141,13 +142,14 @@ class Writer:
         part.outcomes[failure.row] = failure
 
     def _add_embeddings(self, batch: EmbeddingBatch) -> None:
+        all_finite = _is_finite(batch.vectors)  # at once: most are
         for index in range(len(batch.rows)):
             image = batch.of_image(index)
-            self._add_embedded(image)
+            self._add_embedded(image, is_finite=all_finite or _is_finite(image.vectors))
             self._part_of(image.row).computed.add(image.row)
 
-    def _add_embedded(self, image: Embedded) -> None:
-        if not all(np.isfinite(values).all() for values in image.vectors.values()):
+    def _add_embedded(self, image: Embedded, *, is_finite: bool) -> None:
+        if not is_finite:
             message = "the tower's output holds NaN, infinity, or a value beyond --embedding-dtype for this image"
             self._fail(Failure(row=image.row, stage="encode", code=FailureCode.NON_FINITE, message=message))
             return
@@ -156,9 +158,9 @@ class Writer:
     def _commit(self, number: int, part: _OpenPart) -> None:
         images: list[tuple[ImageRef, Embedded, str | None]] = []
         failures: list[tuple[ImageRef, Failure]] = []
-        keys = {ref.row: ref.key for ref in part.refs}
+        results = self._results(part)
         for ref in part.refs:
-            first_key, outcome = self._resolve(ref, part, keys)
+            first_key, outcome = results[ref.first_row]
             if isinstance(outcome, Embedded):
                 images.append((ref, outcome, first_key if ref.first_row != ref.row else None))
             elif ref.first_row == ref.row:
@@ -189,11 +191,17 @@ class Writer:
         self._counts["duplicates"] += record.num_duplicates
         self._counts["failed"] += record.num_failed
 
-    def _resolve(self, ref: ImageRef, part: _OpenPart, keys: dict[int, str]) -> tuple[str, Embedded | Failure]:
-        """The id and the outcome of the first row with this content: in this part, or committed before."""
-        if ref.first_row >= part.first_row:
-            return keys[ref.first_row], part.outcomes[ref.first_row]
-        return self._store.find(ref.first_row)
+    def _results(self, part: _OpenPart) -> dict[int, tuple[str, Embedded | Failure]]:
+        """By row, the id and the outcome of every content of a part. Those of earlier parts are looked up once each, in
+        order, since neighbours lie in one row group."""
+        results = {ref.row: (ref.key, part.outcomes[ref.row]) for ref in part.refs if ref.row == ref.first_row}
+        for row in sorted({ref.first_row for ref in part.refs if ref.first_row < part.first_row}):
+            key, outcome = self._store.find(row)
+            if isinstance(outcome, Embedded):  # a view would keep its row group
+                vectors = {name: values.copy() for name, values in outcome.vectors.items()}
+                outcome = replace(outcome, vectors=vectors)
+            results[row] = key, outcome
+        return results
 
     def _columns(self, images: list[tuple[ImageRef, Embedded, str | None]]) -> dict[str, Any]:
         return {
@@ -238,6 +246,10 @@ class Writer:
             )
             raise AccountingError(msg)
         return counts
+
+
+def _is_finite(vectors: Mapping[str, FloatArray]) -> bool:
+    return all(np.isfinite(values).all() for values in vectors.values())
 
 
 def _error_columns(failures: list[tuple[ImageRef, Failure]]) -> dict[str, Any]:

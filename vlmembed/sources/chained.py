@@ -53,8 +53,7 @@ class ChainedSource:
         first_row = 0
         for source in self.sources:
             if source.num_rows is None or start < first_row + source.num_rows:
-                for image in source.read(max(0, start - first_row)):
-                    yield replace(image, row=first_row + image.row)
+                yield from _numbered(source.read(max(0, start - first_row)), first_row)
             assert source.num_rows is not None  # it was read to its end
             first_row += source.num_rows
 
@@ -64,8 +63,7 @@ class ChainedSource:
         for source in self.sources:
             wanted = rows_between(rows, first_row, MAX_ROW if source.num_rows is None else source.num_rows)
             if wanted:
-                for image in source.read_rows([row - first_row for row in wanted]):
-                    yield replace(image, row=first_row + image.row)
+                yield from _numbered(source.read_rows([row - first_row for row in wanted]), first_row)
             if source.num_rows is None:  # all were found before its end
                 return
             first_row += source.num_rows
@@ -73,6 +71,11 @@ class ChainedSource:
     def close(self) -> None:
         """Close every source, and what they had in common."""
         self._resources.close()
+
+
+def _numbered(images: Iterator[EncodedImage], first_row: int) -> Iterator[EncodedImage]:
+    """The rows of a source whose row 0 is `first_row` of the whole."""
+    return (replace(image, row=first_row + image.row) for image in images) if first_row else images
 
 
 def _joint(digests: list[str]) -> str:

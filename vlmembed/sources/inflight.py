@@ -43,10 +43,19 @@ def through(
 
     try:
         for item in items:
-            lane, amount = lane_of(item)
-            while lane.used and lane.used + amount > lane.limit:
-                yield first()
-            pending.append((start(item), lane, amount))
+            if pending:
+                lane, amount = lane_of(item)
+                while lane.used and lane.used + amount > lane.limit:
+                    yield first()
+                started = start(item)
+            else:  # all lanes are free
+                started = start(item)
+                if not isinstance(started, Future):
+                    yield started
+                    continue
+                lane, amount = lane_of(item)
+            pending.append((started, lane, amount))
+            del started  # see `first`
             lane.used += amount
             while pending and not isinstance(pending[0][0], Future):
                 yield first()
