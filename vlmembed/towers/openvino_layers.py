@@ -1,7 +1,7 @@
 """A tower's layers on a CPU by OpenVINO, which fuses what torch does one by one. All around the layers stays torch's.
 
-transformers' own layers are traced and converted, attention inside one picture size included: a pack is then one call
-per run of pictures of equal length, whatever their number and length.
+transformers' own layers are traced and converted, attention within pictures of one length included: a pack is then some
+calls, each of one picture or of a few of equal length.
 
 Shape legend: as in `vlmembed.towers.base`; L tokens per image.
 """
@@ -16,6 +16,7 @@ import warnings
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's own name for it
 from torch import nn
@@ -26,6 +27,8 @@ from vlmembed.towers.base import attentions_of, run_last_layer, run_layer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import numpy.typing as npt
 
     from vlmembed.towers.base import Rope, Tower
 
@@ -38,6 +41,10 @@ HINTS = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
 
 TRACED_IMAGES, TRACED_TOKENS = 2, 8
 """Size of the pack that is traced. Neither is 1, which would be taken for an axis to broadcast along."""
+
+
+PIECE_TOKENS = 256
+"""Small images are put together to so many tokens a call."""
 
 
 def openvino_version() -> str | None:
@@ -84,7 +91,7 @@ class OpenVinoLayers:
     def __init__(self, tower: Tower, dtype: str) -> None:
         self._tower = tower
         self._dtype = dtype
-        self._compiled: dict[tuple[bool, tuple[int, ...]], Any] = {}
+        self._engines: dict[tuple[bool, tuple[int, ...]], _Engine] = {}
 
     def run(
         self, hidden_TC: torch.Tensor, metadata: DeviceMetadata, rope: Rope | None, *, taps: Sequence[int]
@@ -105,31 +112,79 @@ class OpenVinoLayers:
         first_only: bool,
         taps: tuple[int, ...],
     ) -> list[torch.Tensor]:
-        request = self._request(first_only=first_only, taps=taps, rope=rope, width=hidden_TC.shape[1])
-        inputs = [hidden_TC.float(), *(rope or ())]
-        outputs: list[list[torch.Tensor]] = []
+        engine = self._engine(first_only=first_only, taps=taps, rope=rope, width=hidden_TC.shape[1])
+        inputs = [each.float().contiguous().numpy() for each in (hidden_TC, *(rope or ()))]
+        pieces: list[list[npt.NDArray[np.float32]]] = []
         start = 0
         for length, count in metadata.segments.runs:
-            stop = start + length * count
-            hidden_NLC, *angles = (each[start:stop].contiguous() for each in inputs)
-            given = [hidden_NLC.view(count, length, -1), *angles]
-            found = request.infer([each.numpy() for each in given], share_inputs=True)  # outputs are copies
-            outputs.append([torch.from_numpy(found[number]) for number in range(1 + len(taps))])
-            start = stop
+            for num_images in _piece_sizes(length, count):
+                stop = start + length * num_images
+                hidden_TC_piece, *angles = (each[start:stop] for each in inputs)
+                pieces.append([hidden_TC_piece.reshape(num_images, length, -1), *angles])
+                start = stop
         assert start == len(hidden_TC)
-        return [torch.cat(each).to(hidden_TC.dtype) for each in zip(*outputs, strict=True)]
+        outputs = engine.infer(pieces)
+        found = [torch.from_numpy(np.concatenate(each)) for each in zip(*outputs, strict=True)]
+        return [each.to(hidden_TC.dtype) for each in found]
 
-    def _request(self, *, first_only: bool, taps: tuple[int, ...], rope: Rope | None, width: int) -> Any:  # noqa: ANN401  openvino's
+    def _engine(self, *, first_only: bool, taps: tuple[int, ...], rope: Rope | None, width: int) -> _Engine:
         key = (first_only, taps)
-        if key not in self._compiled:
+        if key not in self._engines:
             layers = _Traced(self._tower.layers, first_only=first_only, taps=taps)
             rotary_width = None if rope is None else rope[0].shape[1]
-            self._compiled[key] = _compile(layers, self._dtype, width=width, rotary_width=rotary_width)
-        return self._compiled[key]
+            model = _convert(layers, width=width, rotary_width=rotary_width)
+            self._engines[key] = _Engine(model, self._dtype)
+        return self._engines[key]
 
 
-def _compile(layers: _Traced, dtype: str, *, width: int, rotary_width: int | None) -> Any:  # noqa: ANN401  openvino's
-    """The layers as an inference request for any number of images and tokens.
+def _piece_sizes(length: int, count: int) -> list[int]:
+    """Images of each call for a run of `count` images."""
+    size = max(1, PIECE_TOKENS // length)
+    return [min(size, count - begin) for begin in range(0, count, size)]
+
+
+class _Engine:
+    """Calls of converted layers. Those of a pack go over streams of one thread each, which need not wait for each other
+    inside a call; all threads go into one call where the pack holds too few, or one much longer than the others."""
+
+    def __init__(self, model: Any, dtype: str) -> None:  # noqa: ANN401  openvino's
+        self._model = model
+        self._dtype = dtype
+        self._num_threads = torch.get_num_threads()
+        self._queues: dict[int, Any] = {}  # by number of streams, since each holds the weights once more
+
+    def infer(self, pieces: list[list[npt.NDArray[np.float32]]]) -> list[list[npt.NDArray[np.float32]]]:
+        """The outputs of each call, in order; the first input of a piece is (N, L, C)."""
+        sizes = [piece[0].shape[0] * piece[0].shape[1] for piece in pieces]
+        is_even = max(sizes) * self._num_threads <= sum(sizes)
+        queue = self._queue(self._num_threads if is_even else 1)
+        outputs: list[list[npt.NDArray[np.float32]]] = [[] for _ in pieces]
+
+        def keep(request: Any, number: int) -> None:  # noqa: ANN401  openvino's
+            outputs[number] = [tensor.data.copy() for tensor in request.output_tensors]
+
+        queue.set_callback(keep)
+        for number, piece in enumerate(pieces):
+            queue.start_async(piece, userdata=number, share_inputs=True)
+        queue.wait_all()
+        return outputs
+
+    def _queue(self, num_streams: int) -> Any:  # noqa: ANN401  openvino's
+        if num_streams not in self._queues:
+            settings = {
+                "INFERENCE_PRECISION_HINT": HINTS[self._dtype],
+                "INFERENCE_NUM_THREADS": self._num_threads,
+                "NUM_STREAMS": num_streams,
+                "ENABLE_CPU_PINNING": False,  # decoding needs the cores too
+            }
+            openvino = importlib.import_module("openvino")
+            compiled = openvino.Core().compile_model(self._model, "CPU", settings)
+            self._queues[num_streams] = openvino.AsyncInferQueue(compiled, num_streams)
+        return self._queues[num_streams]
+
+
+def _convert(layers: _Traced, *, width: int, rotary_width: int | None) -> Any:  # noqa: ANN401  openvino's
+    """The layers as OpenVINO's, for any number of images and tokens.
 
     Raises:
         ConfigError: OpenVINO cannot convert them.
@@ -140,23 +195,16 @@ def _compile(layers: _Traced, dtype: str, *, width: int, rotary_width: int | Non
     if rotary_width is not None:
         example += [torch.zeros(TRACED_IMAGES * TRACED_TOKENS, rotary_width)] * 2
         shapes += [openvino.PartialShape([-1, rotary_width])] * 2
-    settings = {
-        "INFERENCE_PRECISION_HINT": HINTS[dtype],
-        "INFERENCE_NUM_THREADS": torch.get_num_threads(),
-        "PERFORMANCE_HINT": "LATENCY",
-        "ENABLE_CPU_PINNING": False,  # decoding needs the cores too
-    }
     try:
         with torch.inference_mode(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a trace warns of each size that Python looks at
             model = openvino.convert_model(layers, example_input=tuple(example), input=shapes)
-        compiled = openvino.Core().compile_model(model, "CPU", settings)
     except Exception as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         msg = f"--runtime openvino cannot run this tower ({reason}): use --runtime torch"
         raise ConfigError(msg) from error
     logger.info("converted for OpenVINO in %.1f s", time.perf_counter() - began)
-    return compiled.create_infer_request()
+    return model
 
 
 class _Traced(nn.Module):
