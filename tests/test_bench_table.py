@@ -74,7 +74,8 @@ def test_the_table_has_every_floor_in_order_with_its_verdict(
     floors: Any,  # noqa: ANN401  a module
     table: Any,  # noqa: ANN401  a module
 ) -> None:
-    write(tmp_path, "feeding", [floors.floor("iv", "feeding / a loop", [0.9], at_least=0.85)])
+    feeding = floors.floor("iv", "feeding / a loop", [0.9], at_least=0.85)
+    write(tmp_path, "feeding", [feeding, floors.floor("v", "duplicates", [0.1], at_most=0.15)])
     write(tmp_path, "packing", None)
     write(
         tmp_path,
@@ -87,7 +88,7 @@ def test_the_table_has_every_floor_in_order_with_its_verdict(
             floors.floor("ii", "a | b", [2.0], at_least=1.2),
         ],
     )
-    write(tmp_path, "scale", [floors.floor("v", "duplicates", [0.1], at_most=0.15)])
+    write(tmp_path, "scale", [floors.floor(each, "rows", [1.0], at_most=1.1) for each in ("scale", "memory")])
     write(tmp_path, "tower_limit", [floors.floor("iii", "tower / chain", [0.95], at_least=0.9, stretch=True)])
     lines, files = table.collect(tmp_path)
     text = table.render(lines, files)
@@ -98,10 +99,12 @@ def test_the_table_has_every_floor_in_order_with_its_verdict(
         ["ii", "a or b", ">= 1.2", "2", "met", "`peers.json`"],
         ["iii", "tower / chain", ">= 0.9", "0.95", "goal reached", "`tower_limit.json`"],
         ["iv", "feeding / a loop", ">= 0.85", "0.9", "met", "`feeding.json`"],
-        ["v", "duplicates", "<= 0.15", "0.1", "met", "`scale.json`"],
+        ["v", "duplicates", "<= 0.15", "0.1", "met", "`feeding.json`"],
         ["vi", "wall time / forwards", "<= 1.08", "1.2 (1.1 to 1.3)", "**not met**", "`peers.json`"],
+        ["scale", "rows", "<= 1.1", "1", "met", "`scale.json`"],
+        ["memory", "rows", "<= 1.1", "1", "met", "`scale.json`"],
     ]
-    assert "Floors: 4 met, 1 not met, 1 missing." in text
+    assert "Floors: 6 met, 1 not met, 1 missing." in text
     origin = "Abacus, 2 cores (avx2), commit 012345678, 2024-02-29."
     assert text.endswith(f"`feeding.json`, `peers.json`, `scale.json`, `tower_limit.json`: {origin}")
 
@@ -121,7 +124,9 @@ def test_floors_of_a_result_file_that_is_not_there_are_missing(
         ("ii", "peers"): "missing",
         ("iii", "tower_limit"): "missing",
         ("iv", "feeding"): "missing",
-        ("v", "scale"): "missing",
+        ("v", "feeding"): "missing",
+        ("scale", "scale"): "missing",
+        ("memory", "scale"): "missing",
         ("vi", "peers"): "missing",
     }
     assert "with uncommitted changes" in table.render(lines, files)

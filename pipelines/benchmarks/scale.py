@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from floors import spread
+from floors import floor, spread
 from null_tower import null_tower, small_layout
 from record import write_result
 from small_images import write_pictures
@@ -29,7 +29,7 @@ import vlmembed
 from vlmembed.dedup import HashIndex
 
 WARM_UP_ROWS = 2000
-MAX_REPEATS = 5
+MAX_REPEATS = 3
 NUM_LOOKUPS = 100_000
 DECODERS = 2
 
@@ -131,8 +131,21 @@ def measure_runs(sizes: list[int]) -> dict[str, Any]:
     figures: dict[str, Any] = {
         f"{size} rows": {key: spread([each[key] for each in runs]) for key in runs[0]} for size, runs in found.items()
     }
-    medians = [statistics.median(each["us a row"] for each in runs) for runs in found.values()]
-    return figures | {"time a row, largest size / smallest": round(medians[-1] / medians[0], 3)}
+    few, many = found[min(sizes)], found[max(sizes)]
+    base = statistics.median(each["us a row"] for each in few)
+    least_mb = min(each["MB over idle"] for each in few)
+    rows = f"{min(sizes):,} to {max(sizes):,} rows of small pictures, null tower"
+    floors = [
+        floor("scale", f"time a row, {rows}", [each["us a row"] / base for each in many], at_most=1.1),
+        floor("scale", f"peak memory, {rows}", [each["MB over idle"] / least_mb for each in many], at_most=1.1),
+        floor(
+            "memory",
+            f"peak MB over the idle process, {max(sizes):,} rows, index included",
+            [each["MB over idle"] for each in many],
+            at_most=400,
+        ),
+    ]
+    return figures | {"floors": floors}
 
 
 def main() -> None:
@@ -153,7 +166,12 @@ def main() -> None:
         index = in_fresh_process("--fill-index", name, arguments.hashes)
     rounded = {size: {key: round(value, 1) for key, value in each.items()} for size, each in index.items()}
     print(json.dumps(rounded, indent=1), flush=True)
-    figures = {"runs": measure_runs(arguments.rows), "index": rounded}
+    runs = measure_runs(arguments.rows)
+    last = index[f"{arguments.hashes} hashes"]
+    taken = last["bytes in memory at most, each"] + last["bytes on disk, each"]
+    what = f"bytes a content in the dedup index, memory and disk, {arguments.hashes:,} of them"
+    floors = [*runs.pop("floors"), floor("memory", what, [taken], at_most=100)]
+    figures = {"runs": runs, "index": rounded, "floors": floors}
     claim = "time a row and memory by the number of rows, with the null tower; the dedup index"
     print(json.dumps(figures, indent=1))
     print(write_result("scale", claim, MAX_REPEATS, figures))
