@@ -22,6 +22,7 @@ from gemm import GemmChain
 from record import write_result
 from tower_cases import CPU, built_in, qwen
 
+from vlmembed.attention.backends import preferred
 from vlmembed.attention.metadata import DevicePack
 from vlmembed.devices import pick_dtype
 from vlmembed.encoder import DTYPES
@@ -69,14 +70,14 @@ class Sides:
     """What is measured of a case, by title: each a function that returns its seconds.
 
     Attributes:
-        attention: the better of ours. ours: titles of our own sides.
+        attention: the one that ``--attention auto`` takes. ours: titles of our own sides.
         first_seconds: of the first forward of those that compile or convert first.
     """
 
     def __init__(self, case: Case, dtype: str, *, compiled: bool) -> None:
         self.case, tower = case, case.tower
         self._pack, self._way = DevicePack.of(case.batch, CPU), PLAIN
-        self.attention = min(("cpu", "sdpa"), key=self._attention_seconds)
+        self.attention = preferred(None, dtype)[0]
         tower.use_attention(self.attention)
         self._stack = openvino_layers(tower, dtype)
         _, self._reference = timed(case.theirs)  # in float32
@@ -109,10 +110,6 @@ class Sides:
             self.case.tower.use_stack(self._stack if way == OPENVINO else None)
             self._way = way
         return timed(self._tokens)[0]
-
-    def _attention_seconds(self, backend: str) -> float:
-        self.case.tower.use_attention(backend)
-        return min(timed(self._tokens)[0] for _ in range(2))
 
     def measure(self, repeats: int) -> dict[str, list[float]]:
         """Operations per second by title, interleaved, there and back, after one round that warms up."""
