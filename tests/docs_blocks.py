@@ -24,6 +24,7 @@ NOT_RUN_HERE = {
     "make demo": "sets up this checkout, which CI does by the same command",
     "make test": "runs this test",
     "pip install . onnx": "sets up an environment; `make demo` installs the same",
+    "pip install openvino": "is in the environment already, as its extra brings it",
     "make bench-gpu": "needs a GPU",
 }
 """Whole lines that a page may show without their being run by it, and why. Of another kind are only `make run` and
