@@ -29,7 +29,6 @@ import vlmembed
 from vlmembed.dedup import HashIndex
 
 WARM_UP_ROWS = 2000
-MAX_REPEATS = 3
 NUM_LOOKUPS = 100_000
 DECODERS = 2
 
@@ -117,13 +116,13 @@ def in_fresh_process(*arguments: object) -> Any:  # noqa: ANN401  what was print
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
 
 
-def measure_runs(sizes: list[int]) -> dict[str, Any]:
+def measure_runs(sizes: list[int], repeats: int) -> dict[str, Any]:
     """Every size, the small ones several times."""
     found: dict[int, list[dict[str, float]]] = {size: [] for size in sizes}
     with tempfile.TemporaryDirectory() as name:
         parquet = Path(name) / "pictures.parquet"
         write_pictures(parquet, max(sizes))
-        for number in range(MAX_REPEATS):
+        for number in range(repeats):
             for size in sizes:
                 if size * number < max(sizes):
                     found[size].append(in_fresh_process("--one-run", parquet, size))
@@ -152,6 +151,7 @@ def main() -> None:
     """Measure and write the result."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 100_000, 1_000_000], help="ascending")
+    parser.add_argument("--repeats", type=int, default=3, help="of all sizes but the largest")
     parser.add_argument("--hashes", type=int, default=10_000_000)
     parser.add_argument("--one-run", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--fill-index", nargs=2, help=argparse.SUPPRESS)
@@ -166,7 +166,7 @@ def main() -> None:
         index = in_fresh_process("--fill-index", name, arguments.hashes)
     rounded = {size: {key: round(value, 1) for key, value in each.items()} for size, each in index.items()}
     print(json.dumps(rounded, indent=1), flush=True)
-    runs = measure_runs(arguments.rows)
+    runs = measure_runs(arguments.rows, arguments.repeats)
     last = index[f"{arguments.hashes} hashes"]
     taken = last["bytes in memory at most, each"] + last["bytes on disk, each"]
     what = f"bytes a content in the dedup index, memory and disk, {arguments.hashes:,} of them"
@@ -174,7 +174,7 @@ def main() -> None:
     figures = {"runs": runs, "index": rounded, "floors": floors}
     claim = "time a row and memory by the number of rows, with the null tower; the dedup index"
     print(json.dumps(figures, indent=1))
-    print(write_result("scale", claim, MAX_REPEATS, figures))
+    print(write_result("scale", claim, arguments.repeats, figures))
 
 
 if __name__ == "__main__":
