@@ -194,7 +194,31 @@ def test_auto_is_torch_where_openvino_cannot_be(
 
     monkeypatch.setattr(tuning, "check_openvino", refuse)
     settled, reasons = settle(settings, encoder, rule=rule, num_rows=10**6)
-    assert (settled.runtime, reasons["runtime"]) == ("torch", "not on this processor")
+    assert (settled.runtime, reasons["runtime"]) == ("torch", "it failed: not on this processor")
+
+
+def test_auto_goes_on_with_torch_where_a_trial_fails(
+    encoder: Encoder, rule: ResizeRule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where what comes after it runs the layers once more: compiling, in a run that is long enough."""
+
+    def broken(*_: object, **__: object) -> None:
+        msg = "no conversion rule\nand much more"
+        raise RuntimeError(msg)
+
+    monkeypatch.setattr(tuning, "MIN_SECONDS_TO_CONVERT", 0.0)
+    batch = random_pack(GRIDS, encoder.layout)
+    for place, reason in (
+        ("_convert", "it failed: no conversion rule"),
+        ("run_layer", "it failed: --runtime openvino cannot run"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(openvino_layers, place, broken)
+            settled, reasons = settle(config(runtime="auto"), encoder, rule=rule, num_rows=10**6)
+            assert settled.runtime == "torch"
+            assert reasons["runtime"].startswith(reason)
+            assert reasons["compile"].endswith("too short a run to pay for it")
+            assert len(encoder.encode(batch).rows) == len(GRIDS)
 
 
 def test_a_run_by_openvino_is_recorded_and_verified_by_torch(tmp_path: Path, tiny_model: Path) -> None:

@@ -17,7 +17,8 @@ MAX_CHUNK_BYTES = 2**20
 """Limit of the encoded bytes, but for the row that reaches it."""
 
 MAX_CHUNK_SECONDS = 0.05
-"""A chunk whose first row has waited for so long goes with the next one that comes."""
+"""A chunk whose first row has waited for so long goes with the next one that comes; not before, so that a source that
+pauses keeps up to `MAX_CHUNK_ROWS` - 1 rows with it."""
 
 
 def in_chunks(rows: Iterator[EncodedImage], rows_per_part: int) -> Iterator[Chunk]:
@@ -31,6 +32,7 @@ def in_chunks(rows: Iterator[EncodedImage], rows_per_part: int) -> Iterator[Chun
         num_bytes += len(image.content) if isinstance(image.content, bytes) else 0
         is_full = len(chunk) >= MAX_CHUNK_ROWS or num_bytes >= MAX_CHUNK_BYTES or _ends_part(chunk, rows_per_part)
         if is_full or time.monotonic() - began >= MAX_CHUNK_SECONDS:
+            del image
             yield chunk
             chunk = []
     if chunk:

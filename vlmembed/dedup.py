@@ -37,6 +37,9 @@ _STRETCH_SLOTS = 2**18
 """What is moved at a time when the table grows."""
 
 _MAX_NUMBER = 2**32 - 1
+_MAX_CONTENTS = int(2**32 * MAX_LOAD)
+"""A larger table would have more places than 32 bits of a hash can tell apart."""
+
 _ENTRY = struct.Struct("<32sq")
 _WRITE_BYTES = 1024 * _ENTRY.size
 
@@ -94,13 +97,17 @@ class HashIndex:
         if begin >= 0:
             entry = bytes(self._unwritten[begin : begin + _ENTRY.size])
         else:
-            entry = os.pread(self._file.fileno(), _ENTRY.size, number * _ENTRY.size)
+            with storing(self._path):
+                entry = os.pread(self._file.fileno(), _ENTRY.size, number * _ENTRY.size)
+        if len(entry) < _ENTRY.size:
+            msg = f"{self._path} was cut short by somebody else: give the same command again, which makes it anew"
+            raise StorageError(msg)
         known, row = _ENTRY.unpack(entry)
         return row if known == content_hash else None
 
     def _remember(self, content_hash: bytes, row: int) -> None:
-        if self._num_known == _MAX_NUMBER:
-            msg = f"there are more than {_MAX_NUMBER} different pictures: cut the input with --shard, or --dedup none"
+        if self._num_known == _MAX_CONTENTS:
+            msg = f"there are more than {_MAX_CONTENTS} different pictures: cut the input with --shard, or --dedup none"
             raise StorageError(msg)
         self._unwritten += _ENTRY.pack(content_hash, row)
         self._num_known += 1

@@ -308,6 +308,7 @@ class Pipeline:
             for _, work in found:
                 if isinstance(work, UniqueImage) and not self._is_found(work.row, work.content_hash):
                     yield work
+            del chunk, found, work  # their bytes, while the next chunk is waited for
 
     def _dedup_decoded(self, chunks: Iterator[list[EncodedImage]]) -> Iterator[PatchedImage]:
         """Decode everything, hash the pixels."""

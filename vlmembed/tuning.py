@@ -215,8 +215,10 @@ def _settle_runtime(config: EncodeConfig, variants: Variants, *, num_packs: floa
     try:
         _check_openvino(config, variants.encoder)
         return variants.is_faster({"openvino": True}, {"openvino": False})
-    except (ConfigError, MissingExtraError) as error:
-        return False, str(error)
+    except (ConfigError, MissingExtraError, RuntimeError) as error:  # the last is OpenVINO's own
+        if is_out_of_memory(error):
+            raise
+        return False, f"it failed: {_first_line(error)}"
 
 
 def _check_openvino(config: EncodeConfig, encoder: Encoder) -> None:

@@ -86,9 +86,10 @@ class Variants:
         return {name: statistics.median(values) for name, values in timings.items()}
 
     def job_seconds(self, num_packs: float) -> float:
-        """About how long a run of so many packs takes in the way that is used now; 0 for too few to be worth asking."""
+        """About how long a run of so many packs takes by the plain layers; 0 for too few to be worth asking."""
         if num_packs < MIN_PACKS_TO_MEASURE:
             return 0.0
+        self.use()
         try_out(self.encoder, self.batch)
         began = time.perf_counter()
         try_out(self.encoder, self.batch)

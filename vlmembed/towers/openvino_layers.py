@@ -178,9 +178,17 @@ class _Engine:
                 "ENABLE_CPU_PINNING": False,  # decoding needs the cores too
             }
             openvino = importlib.import_module("openvino")
-            compiled = openvino.Core().compile_model(self._model, "CPU", settings)
+            try:
+                compiled = openvino.Core().compile_model(self._model, "CPU", settings)
+            except Exception as error:
+                raise _refused(error) from error
             self._queues[num_streams] = openvino.AsyncInferQueue(compiled, num_streams)
         return self._queues[num_streams]
+
+
+def _refused(error: Exception) -> ConfigError:
+    reason = " ".join(str(error).split())[:300] or type(error).__name__
+    return ConfigError(f"--runtime openvino cannot run this tower ({reason}): use --runtime torch")
 
 
 def _convert(layers: _Traced, *, width: int, rotary_width: int | None) -> Any:  # noqa: ANN401  openvino's
@@ -200,9 +208,7 @@ def _convert(layers: _Traced, *, width: int, rotary_width: int | None) -> Any:  
             warnings.simplefilter("ignore")  # a trace warns of each size that Python looks at
             model = openvino.convert_model(layers, example_input=tuple(example), input=shapes)
     except Exception as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        msg = f"--runtime openvino cannot run this tower ({reason}): use --runtime torch"
-        raise ConfigError(msg) from error
+        raise _refused(error) from error
     logger.info("converted for OpenVINO in %.1f s", time.perf_counter() - began)
     return model
 
