@@ -26,7 +26,7 @@ from unittest import mock
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from floors import floor, spread
+from floors import floor, quotients, spread
 from null_tower import null_tower, photo_layout, small_layout
 from packing import grids
 from photos import fetch_photos
@@ -129,7 +129,7 @@ def feeding(contents: Sequence[bytes], scratch: Path, repeats: int) -> dict[str,
         floor(
             "iv",
             f"photos from {name}, null tower / bare decoding and resizing",
-            [bare / own for bare, own in zip(seconds["bare"], seconds[name], strict=True)],
+            quotients(seconds["bare"], seconds[name]),
             at_least=0.85,
         )
         for name in ("folder", "Parquet")
@@ -154,10 +154,10 @@ def duplicates(contents: Sequence[bytes], scratch: Path, repeats: int) -> dict[s
         for name, (_, layout, num_encoded) in cases.items():
             seconds[name].append(run_seconds(files[name], layout, num_encoded=num_encoded))
         print({name: round(num_rows[name] / values[-1]) for name, values in seconds.items()}, "rows/s", flush=True)
-    mixed = zip(seconds["nine in ten duplicates"], seconds["distinct"], strict=True)
+    mixed = quotients(seconds["nine in ten duplicates"], seconds["distinct"])
     rates = {name: [num_rows[name] / each for each in values] for name, values in seconds.items()}
     floors = [
-        floor("v", "nine in ten duplicates / distinct, time", [some / each for some, each in mixed], at_most=0.15),
+        floor("v", "nine in ten duplicates / distinct, time", mixed, at_most=0.15),
         *(
             floor("v", f"{name}, rows/s from Parquet", rates[name], at_least=20_000)
             for name in ("duplicates alone, photos", "duplicates alone, small")
