@@ -12,7 +12,8 @@ from test_reuse import fingerprint_of
 
 from vlmembed.assembly import assemble
 from vlmembed.output import OutputPaths
-from vlmembed.parts import PartRecord, PartStore
+from vlmembed.partfiles import PartRecord
+from vlmembed.parts import PartStore
 from vlmembed.schema import ERRORS_SCHEMA, output_schema, with_provenance
 
 if TYPE_CHECKING:

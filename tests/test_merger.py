@@ -22,7 +22,7 @@ from vlmembed.finished import FinishedOutput
 from vlmembed.inspection.reading import inspect
 from vlmembed.merger import merge
 from vlmembed.overlap import Overlap
-from vlmembed.parts import PartRecord
+from vlmembed.partfiles import PartRecord
 from vlmembed.schema import with_provenance
 
 if TYPE_CHECKING:

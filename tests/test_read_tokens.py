@@ -138,7 +138,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, CountingFile]]
 def large_output(name: str, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Rows:  # noqa: ANN401  of `Rows`
     """400 pictures, some megabytes of tokens, row groups of 10 to 60 kB."""
     monkeypatch.setattr("vlmembed.assembly.MAX_TOKEN_GROUP_BYTES", 60_000)
-    monkeypatch.setattr("vlmembed.parts.PART_GROUP_ROWS", 10)
+    monkeypatch.setattr("vlmembed.partfiles.PART_GROUP_ROWS", 10)
     return Rows(name, 400, (WIDE,), rows_per_part=100, **settings)
 
 

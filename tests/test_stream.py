@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from vlmembed.parts import PartRecord
+    from vlmembed.partfiles import PartRecord
 
 NUM_ROWS = 40
 RUN_THREADS = ("stream", "reader", "writer", "watchdog", "decode", "read-", "download")

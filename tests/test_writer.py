@@ -14,7 +14,8 @@ import pytest
 from vlmembed.assembly import assemble
 from vlmembed.errors import AccountingError, ConfigError, FailureCode, OutputError, RowFailedError, StorageError
 from vlmembed.output import OutputPaths, lock, read_manifest, write_manifest
-from vlmembed.parts import PartRecord, PartStore, read_records
+from vlmembed.partfiles import PartRecord
+from vlmembed.parts import PartStore, read_records
 from vlmembed.schema import VectorColumn, output_schema, read_provenance
 from vlmembed.types import EmbeddingBatch, Failure, ImageRef
 from vlmembed.writer import Writer

@@ -14,7 +14,7 @@ from vlmembed.atomic import atomic, atomic_folder
 from vlmembed.errors import AccountingError, StorageError
 from vlmembed.lance_output import write_lance
 from vlmembed.output import SUCCESS, publish
-from vlmembed.parts import storing, writer_options
+from vlmembed.partfiles import storing, writer_options
 from vlmembed.schema import ERRORS_SCHEMA, with_provenance
 
 if TYPE_CHECKING:
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from vlmembed.output import OutputPaths
-    from vlmembed.parts import PartRecord, PartStore
+    from vlmembed.partfiles import PartRecord
+    from vlmembed.parts import PartStore
     from vlmembed.schema import VectorColumn
 
 MAX_GROUP_ROWS = 10_000

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from vlmembed.errors import ImageError, StorageError
-from vlmembed.parts import storing
+from vlmembed.partfiles import storing
 from vlmembed.types import Failure, ImageRef, UniqueImage
 
 if TYPE_CHECKING:

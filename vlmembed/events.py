@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from vlmembed.config import EncodeConfig
-    from vlmembed.parts import PartRecord
+    from vlmembed.partfiles import PartRecord
     from vlmembed.pipeline import Pipeline
     from vlmembed.report import RunReport
 

@@ -66,6 +66,11 @@ class Known:
                 return found
         return self._cache.find(content_hash, row) if self._cache is not None else None
 
+    def find_all(self, images: Sequence[tuple[bytes, int]]) -> dict[int, Embedded]:
+        """Of content hashes and their rows, the embeddings that are there, by row."""
+        found = ((row, self.find(content_hash, row)) for content_hash, row in images)
+        return {row: image for row, image in found if image is not None}
+
     def keep(self, images: Sequence[tuple[bytes, Embedded]]) -> None:
         """Give what was computed, by content hash, to the cache."""
         if self._cache is not None and images:

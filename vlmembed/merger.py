@@ -24,7 +24,8 @@ from vlmembed.finished import FinishedOutput, input_rows, read_tables
 from vlmembed.mirror.localcopy import local_copy
 from vlmembed.output import PUBLICATION, OutputPaths, drop, finish_publication, lock, read_manifest, write_manifest
 from vlmembed.overlap import Overlap
-from vlmembed.parts import PartRecord, file_sha256, part_name, read_records, storing
+from vlmembed.partfiles import PartRecord, file_sha256, part_name, storing
+from vlmembed.parts import read_records
 from vlmembed.report import RunReport
 from vlmembed.schema import ERRORS_SCHEMA, VectorColumn, with_provenance
 from vlmembed.shardset import open_shards, whole_counts, whole_provenance

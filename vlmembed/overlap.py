@@ -16,7 +16,7 @@ import pyarrow as pa
 from vlmembed.database import open_scratch
 from vlmembed.finished import open_rows, reading
 from vlmembed.lance_output import LanceRows
-from vlmembed.parts import FOUND_BYTES, storing
+from vlmembed.partfiles import FOUND_BYTES, storing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -7,101 +7,34 @@ written beside, synchronised and renamed first.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import logging
 import os
-import sqlite3
 from collections import Counter
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vlmembed.atomic import atomic
-from vlmembed.errors import AccountingError, FailureCode, OutputError, StorageError
-from vlmembed.schema import ERRORS_SCHEMA, HASH_BYTES
-from vlmembed.types import Embedded, Failure
+from vlmembed.errors import OutputError
+from vlmembed.partfiles import PartFiles, PartRecord, storing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from vlmembed.schema import VectorColumn
-    from vlmembed.types import FloatArray, Int64Array
+    import pyarrow as pa
 
-logger = logging.getLogger(__name__)
+    from vlmembed.schema import VectorColumn
 
 LINES = "parts.jsonl"
 
-PART_GROUP_ROWS = 1024
-PART_GROUP_BYTES = 16 * 2**20
-"""Bounds of the row groups inside a part: what a late duplicate's look-up must read."""
 
-FOUND_BYTES = 256 * 2**20
-"""Row groups kept for the duplicates to come: 16, or fewer that hold so many bytes."""
+class PartStore(PartFiles):
+    """Owns the parts of one run: their files, and the list of those that are committed.
 
-_SIZES = ("height", "width", "grid_h", "grid_w")
-_PART_ERRORS_SCHEMA = pa.schema([*ERRORS_SCHEMA, pa.field("content_hash", pa.binary(HASH_BYTES))])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PartRecord:
-    """One line of ``parts.jsonl``: rows [`first_row`, `first_row` + `num_rows`) and what became of them.
-
-    `sha256` and `errors_sha256` are of its two files.
-    """
-
-    number: int
-    first_row: int
-    num_rows: int
-    num_embedded: int
-    num_duplicates: int
-    num_failed: int
-    sha256: str = ""
-    errors_sha256: str = ""
-
-    @property
-    def file_name(self) -> str:
-        """Of the rows with vectors."""
-        return part_name(self.number)
-
-    @property
-    def errors_name(self) -> str:
-        """Of the rows that failed."""
-        return f"part-{self.number:06d}.errors.parquet"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Group:
-    """A row group of a part, so that its rows can be picked one by one: ids, `_SIZES` and vectors by column."""
-
-    keys: list[str]
-    sizes: list[tuple[int, ...]]
-    vectors: dict[str, Sequence[FloatArray]]
-
-
-def _vectors_of(column: VectorColumn, values: pa.ChunkedArray) -> Sequence[FloatArray]:
-    """The vectors of each image, views of the column."""
-    if column.per_token:
-        return [column.from_arrow(value) for value in values]
-    rows: FloatArray = pa.concat_arrays(values.chunks).flatten().to_numpy().reshape(-1, column.width)
-    return list(rows)
-
-
-def part_name(number: int) -> str:
-    """File name of a part."""
-    return f"part-{number:06d}.parquet"
-
-
-class PartStore:
-    """Owns the parts of one run, in its partial `folder`; `schema` has the columns `vectors`.
-
-    `max_row_bytes` is what one row can hold at most: it bounds the row groups of the parts.
+    Attributes:
+        records: the committed parts, in order, from part 0 on.
     """
 
     def __init__(
@@ -113,15 +46,7 @@ class PartStore:
         rows_per_part: int,
         max_row_bytes: int = 0,
     ) -> None:
-        self.folder = folder
-        self.schema = schema
-        self.vectors = vectors
-        self._group_rows = max(1, min(PART_GROUP_ROWS, PART_GROUP_BYTES // max(1, max_row_bytes)))
-        self._rows_per_part = rows_per_part
-        self._rows = lru_cache(maxsize=64)(self._read_rows)
-        self._failures = lru_cache(maxsize=16)(self._read_failures)
-        cached = FOUND_BYTES // max(1, self._group_rows * max_row_bytes)
-        self._group = lru_cache(maxsize=max(1, min(16, cached)))(self._read_group)
+        super().__init__(folder, schema, vectors=vectors, rows_per_part=rows_per_part, max_row_bytes=max_row_bytes)
         _drop_cut_line(folder / LINES)
         self.records = read_records(folder)
 
@@ -136,32 +61,36 @@ class PartStore:
         Raises:
             StorageError: it could not be written.
         """
-        path, errors_path = self.folder / record.file_name, self.folder / record.errors_name
-        with storing(path):
-            table = pa.table(dict(columns), schema=self.schema)
-            options = writer_options(self.schema, self.vectors)
-            sha256 = _write(table, path, row_group_size=self._group_rows, **options)
-            failed = pa.table(dict(errors), schema=_PART_ERRORS_SCHEMA)
-            errors_sha256 = _write(failed, errors_path, compression="zstd")
-            record = replace(record, sha256=sha256, errors_sha256=errors_sha256)
-            with (self.folder / LINES).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(record)) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
+        self.add(self.write(record, columns, errors))
+
+    def add(self, record: PartRecord) -> None:
+        """The next part's files are written: with this line it is committed. Raises `StorageError`."""
+        assert record.number == len(self.records)
+        with storing(self.folder / LINES), (self.folder / LINES).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(record)) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         self.records.append(record)
+
+    def noted(self) -> dict[int, PartRecord]:
+        """The parts behind the committed ones that are written whole, by number."""
+        found = {}
+        for path in self.folder.glob("part-*.json"):
+            try:
+                record = PartRecord(**json.loads(path.read_bytes()))
+            except (OSError, ValueError, TypeError):  # it is made again
+                continue
+            if record.number >= len(self.records) and self.is_as_written(record):
+                found[record.number] = record
+        return found
 
     def check(self) -> int:
         """Compare every part with what was written. Those from the first damaged one on are no parts any more, and
         their rows are to be done again; returns how many parts that is."""
         for position, record in enumerate(self.records):
-            expected = {record.file_name: record.sha256, record.errors_name: record.errors_sha256}
-            damaged = [name for name, sha256 in expected.items() if not _is_as_written(self.folder / name, sha256)]
-            if not damaged:
+            if self.is_as_written(record):
                 continue
             num_lost = len(self.records) - position
-            logger.error(
-                "%s is not what was written there: rows from %d on are done again", damaged[0], record.first_row
-            )
             del self.records[position:]
             with storing(self.folder / LINES), atomic(self.folder / LINES) as path:
                 path.write_text("".join(json.dumps(asdict(each)) + "\n" for each in self.records), encoding="utf-8")
@@ -171,7 +100,7 @@ class PartStore:
     def hashes(self) -> Iterator[tuple[int, bytes]]:
         """(row, content hash) of every committed row that has one, part by part."""
         for record in self.records:
-            failed = self._errors(record, "row", "content_hash").to_pydict()
+            failed = self._errors(record.number, "row", "content_hash").to_pydict()
             found = [pair for pair in zip(failed["row"], failed["content_hash"], strict=True) if pair[1] is not None]
             hashes = pq.read_table(self.folder / record.file_name, columns=["content_hash"])["content_hash"].to_pylist()
             found += zip(self._rows(record.number).tolist(), hashes, strict=True)
@@ -181,40 +110,8 @@ class PartStore:
         """Committed failed rows by code."""
         codes: Counter[str] = Counter()
         for record in self.records:
-            codes.update(self._errors(record, "code")["code"].to_pylist())
+            codes.update(self._errors(record.number, "code")["code"].to_pylist())
         return codes
-
-    def find(self, row: int) -> tuple[str, Embedded | Failure]:
-        """The id and the result that were committed for a row that is not a duplicate itself.
-
-        Raises:
-            AccountingError: the row's part holds it in neither of its files.
-            StorageError: the part cannot be read any more.
-        """
-        number = row // self._rows_per_part
-        try:
-            return self._find(number, row)
-        except (OSError, pa.ArrowException) as error:
-            msg = (
-                f"{self.folder / part_name(number)} cannot be read any more ({error}): what was committed before it is "
-                "kept, and the same command goes on from there"
-            )
-            raise StorageError(msg) from error
-
-    def _find(self, number: int, row: int) -> tuple[str, Embedded | Failure]:
-        rows = self._rows(number)
-        index = int(np.searchsorted(rows, row))
-        if index == len(rows) or rows[index] != row:
-            if (failed := self._failures(number).get(row)) is not None:
-                return failed
-            msg = f"row {row} is in neither file of part {number}, which is committed"
-            raise AccountingError(msg)
-        group, index = divmod(index, self._group_rows)
-        found = self._group(number, group)
-        vectors = {name: values[index] for name, values in found.vectors.items()}
-        height, width, grid_h, grid_w = found.sizes[index]
-        image = Embedded(row=row, vectors=vectors, size_hw=(height, width), grid_hw=(grid_h, grid_w))
-        return found.keys[index], image
 
     def last_key(self) -> str | None:
         """The id of the last committed row; None where there is none."""
@@ -223,90 +120,10 @@ class PartStore:
         record = self.records[-1]
         rows, failed = self.rows_of(record.number)
         if len(failed) and (not len(rows) or failed[-1] > rows[-1]):
-            table = self._errors(record, "id", "row").sort_by("row")
+            table = self._errors(record.number, "id", "row").sort_by("row")
         else:
             table = pq.read_table(self.folder / record.file_name, columns=["id"], page_checksum_verification=True)
         return str(table["id"][-1].as_py())
-
-    def rows_of(self, number: int) -> tuple[Int64Array, Int64Array]:
-        """The rows of a part with vectors, and those that failed, ascending."""
-        record = self.records[number]
-        failed: Int64Array = self._errors(record, "row")["row"].to_numpy()
-        rows = np.arange(record.first_row, record.first_row + record.num_rows, dtype=np.int64)
-        return np.setdiff1d(rows, failed, assume_unique=True), failed
-
-    def _errors(self, record: PartRecord, *columns: str) -> pa.Table:
-        """These columns of a part's errors file, or all."""
-        path = self.folder / record.errors_name
-        return pq.read_table(path, columns=list(columns) or None, page_checksum_verification=True)
-
-    def _read_rows(self, number: int) -> Int64Array:
-        return self.rows_of(number)[0]
-
-    def _read_group(self, number: int, group: int) -> _Group:
-        with pq.ParquetFile(self.folder / part_name(number), page_checksum_verification=True) as file:
-            table = file.read_row_group(group, columns=["id", *_SIZES, *(each.name for each in self.vectors)])
-        return _Group(
-            keys=table["id"].to_pylist(),
-            sizes=list(zip(*(table[name].to_pylist() for name in _SIZES), strict=True)),
-            vectors={column.name: _vectors_of(column, table[column.name]) for column in self.vectors},
-        )
-
-    def _read_failures(self, number: int) -> dict[int, tuple[str, Failure]]:
-        found = {}
-        for entry in self._errors(self.records[number]).to_pylist():
-            row, code = entry["row"], FailureCode(entry["code"])
-            failure = Failure(row=row, stage=entry["stage"], code=code, message=entry["message"])
-            found[row] = entry["id"], failure
-        return found
-
-
-@contextmanager
-def storing(what: Path) -> Iterator[None]:
-    """Say as a person would what kept a file from being written.
-
-    Raises:
-        StorageError: the disk is full, the folder went away, ...
-    """
-    try:
-        yield
-    except (OSError, sqlite3.Error, pa.ArrowException) as error:
-        msg = (
-            f"cannot write {what} ({error}): what was committed is kept; make room, or make the folder writable again, "
-            "and the same command goes on from there"
-        )
-        raise StorageError(msg) from error
-
-
-def _write(table: pa.Table, target: Path, **options: Any) -> str:  # noqa: ANN401  as pyarrow's
-    with atomic(target) as path:
-        pq.write_table(table, path, **options)
-        return file_sha256(path)
-
-
-def file_sha256(path: Path) -> str:
-    """Hash (hex) of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _is_as_written(path: Path, sha256: str) -> bool:
-    try:
-        return file_sha256(path) == sha256
-    except OSError:
-        return False
-
-
-def writer_options(schema: pa.Schema, vectors: tuple[VectorColumn, ...]) -> dict[str, Any]:
-    """zstd; dictionaries only where values repeat; no BYTE_STREAM_SPLIT, which not every reader takes."""
-    distinct = {"row", "id", "content_hash", *(column.name for column in vectors)}
-    repeating = [name for name in schema.names if name not in distinct]
-    return {
-        "compression": "zstd",
-        "use_dictionary": repeating,
-        "write_statistics": True,
-        "write_page_checksum": True,  # zstd alone lets many a flipped bit through
-    }
 
 
 def read_records(folder: Path) -> list[PartRecord]:

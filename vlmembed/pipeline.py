@@ -13,54 +13,37 @@ import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
-from vlmembed.chunks import by_part, in_chunks
 from vlmembed.config import STALL_TIMEOUTS
-from vlmembed.decoders import decode_in_order
-from vlmembed.dedup import dedup, ref_of
 from vlmembed.errors import InputError, StoppedError
-from vlmembed.packer import PackingStats, pack
+from vlmembed.feed import Feed
 from vlmembed.parallel import Channel
-from vlmembed.types import (
-    Embedded,
-    EmbeddingBatch,
-    EncodedImage,
-    EndOfInput,
-    Failure,
-    ImageRef,
-    PackedBatch,
-    PatchedImage,
-    UniqueImage,
-)
+from vlmembed.types import EndOfInput, Failure, PackedBatch
 from vlmembed.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from vlmembed.config import EncodeConfig
     from vlmembed.decoders import DecodePool
     from vlmembed.dedup import Index
     from vlmembed.encoder import Encoder
+    from vlmembed.feed import Event, Finder
     from vlmembed.layout import TowerLayout
-    from vlmembed.patcher import Patched
+    from vlmembed.packer import PackingStats
     from vlmembed.progress import ProgressBar, StageClock
     from vlmembed.sources.base import Source
+    from vlmembed.types import EncodedImage
     from vlmembed.workers import WorkerPool
     from vlmembed.writer import Writer
-
-Image = TypeVar("Image", EncodedImage, UniqueImage)
-Event: TypeAlias = ImageRef | Failure | Embedded | EmbeddingBatch | EndOfInput
 
 logger = logging.getLogger(__name__)
 
 MAX_PACKS_WAITING = 4
 MAX_CHUNKS_WAITING = 128
 """For the encoder, and for the writer."""
-
-MAX_DECODE_BYTES = 256 * 2**20
-"""Encoded bytes that may wait for or be in decoding."""
 
 JOIN_SECONDS = 60.0
 """How long the end of a stopped run waits for its threads."""
@@ -88,15 +71,12 @@ DOING = {
 class Pipeline:
     """The stages of one run, wired together.
 
-    `find` gives the embedding of a content hash that need not be computed, for a row, or None. `hung` is called where a
-    run that was given up does not end. Who sets `stop` ends the run: `run` then returns, and rows are missing.
+    `known` gives the embeddings that need not be computed. `hung` is called where a run that was given up does not end.
+    Who sets `stop` ends the run: `run` then returns, and rows are missing.
 
     Attributes:
-        packing: what the packer did.
         num_encoded, num_tokens: images and tokens encoded by this process.
-        num_found: embeddings that `find` had.
         num_rows_read: rows read, those of an earlier start included.
-        num_malformed_exif: images whose EXIF block was ignored.
         clock: where the time went.
     """
 
@@ -106,7 +86,7 @@ class Pipeline:
         *,
         source: Source,
         index: Index | None,
-        find: Callable[[bytes, int], Embedded | None],
+        known: Finder,
         decoders: DecodePool,
         layout: TowerLayout,
         encoder: Encoder | WorkerPool,
@@ -115,15 +95,9 @@ class Pipeline:
         hung: Callable[[], None],
         stop: threading.Event | None = None,
     ) -> None:
-        assert config.max_tokens_per_batch is not None
-        assert config.rows_per_part is not None
         assert config.workers is not None
-        self._config = config
         self._num_workers = config.workers
-        self._rows_per_part = config.rows_per_part
         self._source = source
-        self._index = index
-        self._find = find
         self._decoders = decoders
         self._layout = layout
         self._encoder = encoder
@@ -141,12 +115,29 @@ class Pipeline:
             grace_seconds=2 * JOIN_SECONDS,
             hung=hung,
         )
-        self.packing = PackingStats(config.max_tokens_per_batch)
+        self._feed = Feed(
+            config,
+            index=index,
+            known=known,
+            decoders=decoders,
+            layout=layout,
+            clock=clock,
+            tell=self._put,
+            moved=self._watchdog.moved,
+        )
         self.num_encoded = 0
         self.num_tokens = 0
-        self.num_found = 0
         self.num_rows_read = 0
-        self.num_malformed_exif = 0
+
+    @property
+    def packing(self) -> PackingStats:
+        """What the packer did."""
+        return self._feed.packing
+
+    @property
+    def num_found(self) -> int:
+        """Embeddings that were there already."""
+        return self._feed.num_found
 
     @property
     def num_replaced_decoders(self) -> int:
@@ -174,7 +165,7 @@ class Pipeline:
             "num_lost_workers": self._encoder.num_lost,
             "num_packs": self.packing.num_packs,
             "packing_efficiency": self.packing.efficiency,
-            "num_malformed_exif": self.num_malformed_exif,
+            "num_malformed_exif": self._feed.num_malformed_exif,
             "seconds": seconds,
             "slowest_stage": stage,
             "slowest_share": share,
@@ -248,11 +239,7 @@ class Pipeline:
         left = None if limit is None else limit - start
         source_rows = self._rows(start, after)
         try:
-            rows = self._counted(islice(source_rows, left))
-            chunks = self.clock.iterate("read", in_chunks(rows, self._rows_per_part))
-            images = self.clock.iterate("wait", self._images(chunks))
-            packs = pack(images, self._layout, self.packing, alone=self._config.deterministic)
-            for batch in self.clock.iterate("pack", packs):
+            for batch in self._feed.packs(self._counted(islice(source_rows, left))):
                 with self.clock.measure("give to encoder"):
                     self._packs.put(batch)
                 self._watchdog.moved()
@@ -282,67 +269,6 @@ class Pipeline:
             self.num_rows_read += 1
             self._watchdog.moved()
             yield image
-
-    def _images(self, chunks: Iterator[list[EncodedImage]]) -> Iterator[PatchedImage | None]:
-        """Unique images ready to be packed. None ends a part, and nothing is in flight across it: so rows wait in the
-        writer for at most the part being decoded and those being encoded."""
-        stage = self._dedup_decoded if self._config.dedup == "pixels" else self._dedup_encoded
-        for chunks_of_part in by_part(chunks, self._rows_per_part):
-            yield from stage(chunks_of_part)
-            yield None
-
-    def _dedup_encoded(self, chunks: Iterator[list[EncodedImage]]) -> Iterator[PatchedImage]:
-        """Hash the bytes, decode what is new."""
-        for _, patched in self._decoded(self._unique(chunks)):
-            if isinstance(patched.result, Failure):
-                self._put([patched.result])
-            else:
-                yield patched.result
-
-    def _unique(self, chunks: Iterator[list[EncodedImage]]) -> Iterator[UniqueImage]:
-        """The images that must be decoded: neither duplicates nor found."""
-        for chunk in chunks:
-            with self.clock.measure("dedup"):
-                found = list(dedup(chunk, self._index))
-            self._put([ref for ref, _ in found] + [work for _, work in found if isinstance(work, Failure)])
-            for _, work in found:
-                if isinstance(work, UniqueImage) and not self._is_found(work.row, work.content_hash):
-                    yield work
-            del chunk, found, work  # their bytes, while the next chunk is waited for
-
-    def _dedup_decoded(self, chunks: Iterator[list[EncodedImage]]) -> Iterator[PatchedImage]:
-        """Decode everything, hash the pixels."""
-        for image, patched in self._decoded(chain.from_iterable(chunks)):
-            with self.clock.measure("dedup"):
-                ref = ref_of(image, patched.pixel_hash, self._index)
-            self._put([ref])
-            if ref.first_row != ref.row:
-                continue
-            if isinstance(patched.result, Failure):
-                self._put([patched.result])
-            elif patched.pixel_hash is None or not self._is_found(ref.row, patched.pixel_hash):
-                yield patched.result
-
-    def _is_found(self, row: int, content_hash: bytes) -> bool:
-        """Whether an embedding is there already; it is then on its way to the writer."""
-        with self.clock.measure("find"):
-            found = self._find(content_hash, row)
-        if found is None:
-            return False
-        self.num_found += 1
-        self._put([found])
-        return True
-
-    def _decoded(self, images: Iterable[Image]) -> Iterator[tuple[Image, Patched]]:
-        """Each image with what the decoders make of it, in order, within their bounds."""
-        results = decode_in_order(self._decoders, images, max_items=4 * self._num_workers, max_bytes=MAX_DECODE_BYTES)
-        for image, patched in results:
-            self._watchdog.moved()
-            self.clock.add("decode", patched.seconds)
-            if patched.exif_problem:
-                self.num_malformed_exif += 1
-                logger.warning("row %d (%s): malformed EXIF ignored (%s)", image.row, image.key, patched.exif_problem)
-            yield image, patched
 
     def _encode(self, bar: ProgressBar | None) -> None:
         began = time.perf_counter()

@@ -28,7 +28,7 @@ from vlmembed.assembly import (
 from vlmembed.errors import InputError, OutputError
 from vlmembed.finished import FinishedOutput, input_rows, read_tables
 from vlmembed.merging import merge_rows
-from vlmembed.parts import PartRecord, file_sha256, storing
+from vlmembed.partfiles import PartRecord, file_sha256, storing
 from vlmembed.schema import ERRORS_SCHEMA, with_provenance
 from vlmembed.sources.shard import shard_entries
 

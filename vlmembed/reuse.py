@@ -18,7 +18,7 @@ import pyarrow as pa
 from vlmembed.database import open_scratch
 from vlmembed.errors import InputError
 from vlmembed.finished import FinishedOutput, open_rows
-from vlmembed.parts import FOUND_BYTES, storing
+from vlmembed.partfiles import FOUND_BYTES, storing
 from vlmembed.provenance import difference, encoder_fingerprint
 from vlmembed.schema import output_schema
 from vlmembed.types import Embedded

@@ -26,7 +26,8 @@ from vlmembed.output import (
     read_manifest,
     write_manifest,
 )
-from vlmembed.parts import PartStore, storing
+from vlmembed.partfiles import storing
+from vlmembed.parts import PartStore
 from vlmembed.planning import Earlier, Plan, find_earlier, make_plan, max_row_bytes
 from vlmembed.progress import ProgressBar, StageClock
 from vlmembed.provenance import encoder_fingerprint
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from vlmembed.config import EncodeConfig
     from vlmembed.events import Event
     from vlmembed.mirror.mirror import Mirror
-    from vlmembed.parts import PartRecord
+    from vlmembed.partfiles import PartRecord
     from vlmembed.pipeline import Pipeline
     from vlmembed.writer import Writer
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vlmembed.decode_processes import ProcessDecoders
 from vlmembed.decoders import ThreadDecoders
-from vlmembed.parts import storing
+from vlmembed.partfiles import storing
 from vlmembed.patcher import Patcher
 from vlmembed.pipeline import Pipeline
 from vlmembed.suspects import SuspectRows
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vlmembed.decoders import DecodePool
     from vlmembed.dedup import Index
     from vlmembed.known import Known
-    from vlmembed.parts import PartRecord
+    from vlmembed.partfiles import PartRecord
     from vlmembed.planning import Plan
     from vlmembed.progress import StageClock
     from vlmembed.types import Embedded, Failure, ImageRef
@@ -88,7 +88,7 @@ def wire(
         plan.config,
         source=plan.source,
         index=index,
-        find=known.find,
+        known=known,
         decoders=decoders,
         layout=plan.rule.layout,
         encoder=plan.encoder,

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from vlmembed.errors import AccountingError, FailureCode, RowFailedError
-from vlmembed.parts import PartRecord
+from vlmembed.partfiles import PartRecord
 from vlmembed.types import Embedded, EmbeddingBatch, EndOfInput, Failure, ImageRef
 
 if TYPE_CHECKING:
@@ -62,7 +62,8 @@ class Writer:
     `num_rows` is None where the source counts its rows by reading them: `EndOfInput` then tells.
     `on_computed` then gets what was encoded for it, with content hashes: what is committed, and nothing else, so that
     the parts that a stopped run has still to make are not made another way because of it. `on_distinct` gets the rows
-    of a committed part that are no duplicates, in order, with what became of them.
+    of a committed part that are no duplicates, in order, with what became of them. `first_part` is the number of the
+    first part to come, where that is not the one behind the store's.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Writer:
         on_commit: Callable[[PartRecord], None],
         on_computed: Callable[[list[tuple[bytes, Embedded]]], None],
         on_distinct: Callable[[list[tuple[ImageRef, Embedded | Failure]]], None] | None = None,
+        first_part: int | None = None,
     ) -> None:
         self._store = store
         self._num_rows = num_rows
@@ -86,7 +88,7 @@ class Writer:
         self._on_computed = on_computed
         self._on_distinct = on_distinct
         self._open: dict[int, _OpenPart] = {}
-        self._next_part = len(store.records)
+        self._next_part = len(store.records) if first_part is None else first_part
         self._counts: Counter[str] = Counter(embedded=0, duplicates=0, failed=0)
         for record in store.records:
             self._count(record)

@@ -20,9 +20,10 @@ from vlmembed.calibration import MAX_PACK_TOKENS, calibration_batch
 from vlmembed.decode import read_header
 from vlmembed.decoders import decode_in_order
 from vlmembed.errors import StoppedError
+from vlmembed.feed import MAX_DECODE_BYTES
 from vlmembed.packer import PackingStats, pack
 from vlmembed.parallel import Channel
-from vlmembed.pipeline import JOIN_SECONDS, MAX_DECODE_BYTES
+from vlmembed.pipeline import JOIN_SECONDS
 from vlmembed.stages import decoders_of
 from vlmembed.types import EmbeddingBatch, Failure, ImageRef
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Self
 
-    from vlmembed.parts import PartRecord
+    from vlmembed.partfiles import PartRecord
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

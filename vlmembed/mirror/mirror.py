@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from vlmembed.config import EncodeConfig
-    from vlmembed.parts import PartRecord
+    from vlmembed.partfiles import PartRecord
 from vlmembed.remote.urls import StoreUrl
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from vlmembed.atomic import atomic
 from vlmembed.mirror.remoterun import MANIFEST, NUM_TRANSFERS, RemoteNames, RemoteRun, line_of, run_of
 from vlmembed.output import drop_parts
-from vlmembed.parts import LINES, PartRecord, read_records
+from vlmembed.parts import LINES, read_records
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from vlmembed.mirror.objects import Objects
     from vlmembed.mirror.owner import Owner
+    from vlmembed.partfiles import PartRecord
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from vlmembed.errors import InputError, OutputError
 from vlmembed.output import OWN_NAMES, PARTIAL, SUCCESS
-from vlmembed.parts import PartRecord
+from vlmembed.partfiles import PartRecord
 from vlmembed.schema import read_provenance
 
 if TYPE_CHECKING:

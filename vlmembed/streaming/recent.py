@@ -18,7 +18,7 @@ from vlmembed.types import Embedded
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from vlmembed.parts import PartRecord
+    from vlmembed.partfiles import PartRecord
     from vlmembed.schema import VectorColumn
     from vlmembed.types import Failure, ImageRef
 
