@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 import tomllib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "decode": ("threads", "processes"),
     "on_error": ("skip", "fail"),
     "format": ("auto", "parquet", "lance"),
+    "engine": ("local", "ray"),
 }
 """The values that a field of words can take."""
 
@@ -58,11 +60,31 @@ WHOLE_NUMBERS = (
 )
 """The fields that are 1 or more where they are given."""
 
+REAL_NUMBERS = ("tower_gpus", "tower_cpus")
+"""The fields that are more than 0 where they are given."""
+
 FLAGS_ONLY = ("log-json", "no-progress", "progress", "verbose")
 """Flags of the commands that run, which are no settings."""
 
-TEXTS = ("output", "model", "revision", "device", "image_column", "id_column", "shard", "cache", "work_dir")
+TEXTS = (
+    "output",
+    "model",
+    "revision",
+    "device",
+    "image_column",
+    "id_column",
+    "shard",
+    "cache",
+    "work_dir",
+    "ray_address",
+    "towers",
+)
 """The fields that are any text, or a path."""
+
+OF_THE_ENGINE = ("engine", "ray_address", "towers", "tower_gpus", "tower_cpus")
+"""The fields that say where the work is done, not what comes of it."""
+
+_POOL = re.compile(r"([1-9]\d*)(?::([1-9]\d*))?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,6 +136,11 @@ class EncodeConfig:
         deterministic: every image travels alone, so that its embedding does not depend on its neighbours.
         rows_per_part: input rows that are committed together.
         work_dir: local folder for the parts of a remote output; None is one in the user's cache.
+        engine: ``"local"`` is this machine, ``"ray"`` a cluster. ray_address: of the cluster, which then is the engine;
+            None is what RAY_ADDRESS names, a Ray that runs on this machine, or one that is started for the run.
+        towers: models loaded at a time on the cluster, ``"N"`` or ``"MIN:MAX"``; None is from 1 to as many as fit.
+        tower_gpus, tower_cpus: what each of them takes of a node, fractions allowed; None is one GPU, or on a cluster
+            without any three quarters of a node's CPUs.
     """
 
     inputs: tuple[str | os.PathLike[str], ...]
@@ -161,6 +188,11 @@ class EncodeConfig:
     rows_per_part: int | None = None
     format: str = "auto"
     work_dir: str | os.PathLike[str] | None = None
+    engine: str = "local"
+    ray_address: str | None = None
+    towers: str | None = None
+    tower_gpus: float | None = None
+    tower_cpus: float | None = None
 
     def __post_init__(self) -> None:
         self._check_lists()
@@ -185,9 +217,43 @@ class EncodeConfig:
             raise ConfigError(msg)
         if self.shard is not None:
             parse_shard(self.shard)
+        self._check_towers()
         self._check_combinations()
 
+    def _check_towers(self) -> None:
+        for name in REAL_NUMBERS:
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and 0 < value < float("inf")):
+                msg = f"{name} is {value!r}; it is a number of more than 0, such as 0.5"
+                raise ConfigError(msg)
+        if self.tower_gpus is not None and self.tower_gpus > 1 and self.tower_gpus != int(self.tower_gpus):
+            msg = f"tower_gpus is {self.tower_gpus}; Ray divides one GPU, or gives whole ones"
+            raise ConfigError(msg)
+        if self.towers is not None:
+            bounds = self.num_towers
+            if bounds is None or bounds[0] > (bounds[1] or bounds[0]):
+                msg = f"towers is {self.towers!r}; it is a number such as 4, or bounds such as 1:8"
+                raise ConfigError(msg)
+        given = [name for name in OF_THE_ENGINE[2:] if getattr(self, name) is not None]
+        if given and not self.on_ray:
+            msg = f"{given[0]} is about a cluster: add engine ray, or leave it out"
+            raise ConfigError(msg)
+
+    @property
+    def on_ray(self) -> bool:
+        """A cluster does the work."""
+        return self.engine == "ray" or self.ray_address is not None
+
+    @property
+    def num_towers(self) -> tuple[int, int] | None:
+        """The bounds that `towers` gives, or None."""
+        match = _POOL.fullmatch(self.towers or "")
+        return (int(match[1]), int(match[2] or match[1])) if match else None
+
     def _check_combinations(self) -> None:
+        if self.retry_failed and self.on_ray:
+            msg = "retry_failed is for few rows, and runs on this machine: leave engine ray out"
+            raise ConfigError(msg)
         if self.retry_failed and self.overwrite:
             msg = "retry_failed keeps what is embedded, and overwrite starts anew: leave one out"
             raise ConfigError(msg)
@@ -271,6 +337,9 @@ class EncodeConfig:
     def to_toml(self) -> str:
         """The config as a recipe: one ``key = value`` a line."""
         return tomli_w.dumps(self.to_dict())
+
+
+FIELDS = {field.name: field for field in dataclasses.fields(EncodeConfig)}
 
 
 def setting_name(key: str, *, as_flags: bool = False) -> str:

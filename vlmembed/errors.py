@@ -12,6 +12,7 @@ A bad image is a row with a code; a bad setting is an exception.
     │   ├── MissingExtraError   an optional package is not installed
     │   ├── DeviceError         a device reported an error other than a lack of memory
     │   ├── WorkerError         no worker process is left, or none can take a pack
+    │   ├── ClusterError        no cluster at the address, too little in it, or a node that cannot take part
     │   ├── StorageError        a file of the run could not be written, or is not what was written
     │   ├── StalledError        nothing moved for so long that the run was given up
     │   ├── RowFailedError      ``on_error="fail"`` met a failed row
@@ -85,6 +86,10 @@ class WorkerError(RunError):
     """No worker process is left, or a pack has ended several of them."""
 
 
+class ClusterError(RunError):
+    """There is no cluster, it has too little, one of its nodes cannot take part, or its work failed for good."""
+
+
 class StorageError(RunError):
     """A file of the run could not be written, or does not hold what was written into it."""
 
@@ -115,6 +120,10 @@ class ImageError(VlmembedError):
     def __init__(self, code: FailureCode, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+    def __reduce__(self) -> tuple[type[ImageError], tuple[FailureCode, str]]:
+        """How it is pickled: exceptions are made anew from their message alone otherwise."""
+        return type(self), (self.code, str(self))
 
 
 class StoppedError(VlmembedError):

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from vlmembed.config import EncodeConfig
+    from vlmembed.engines.base import Work
     from vlmembed.partfiles import PartRecord
-    from vlmembed.pipeline import Pipeline
     from vlmembed.report import RunReport
 
 
@@ -164,13 +164,13 @@ class RunEvents:
             }
         )
 
-    def committed(self, record: PartRecord, pipeline: Pipeline) -> None:
-        """A part is on the disk; `pipeline` knows how fast it goes."""
+    def committed(self, record: PartRecord, work: Work) -> None:
+        """A part is on the disk; `work` knows how fast it goes."""
         at = time.perf_counter()
         seconds = max(at - self._ready, 1e-9)
         num_done = record.first_row + record.num_rows
         rate = (num_done - self._num_resumed) / seconds
-        stage, share = pipeline.clock.busiest(pipeline.stage_threads, seconds)
+        stage, share = work.clock.busiest(work.stage_threads, seconds)
         self._tell(
             {
                 "event": "part",
@@ -184,8 +184,8 @@ class RunEvents:
                 "num_rows_done": num_done,
                 "num_rows_total": self._num_rows,
                 "seconds": round(at - self._began, 3),
-                "images_per_second": round(pipeline.num_encoded / seconds, 3),
-                "tokens_per_second": round(pipeline.num_tokens / seconds, 1),
+                "images_per_second": round(work.num_encoded / seconds, 3),
+                "tokens_per_second": round(work.num_tokens / seconds, 1),
                 "slowest_stage": stage,
                 "slowest_share": round(share, 4),
                 "eta_seconds": None if self._num_rows is None else round((self._num_rows - num_done) / rate, 1),

@@ -66,7 +66,8 @@ def _open_nameless() -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadOrder:
-    """Load the tower on `device`. `num_workers` share the machine."""
+    """Load the tower on `device`. `num_workers` share the machine; on a CPU each has its share of the cores, or
+    `num_threads`."""
 
     config: EncodeConfig
     vectors: tuple[VectorColumn, ...]
@@ -75,6 +76,7 @@ class LoadOrder:
     device: str
     num_workers: int
     log_level: int
+    num_threads: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -64,6 +64,11 @@ class Settings(TypedDict, total=False):
     rows_per_part: int | None
     format: str
     work_dir: str | os.PathLike[str] | None
+    engine: str
+    ray_address: str | None
+    towers: str | None
+    tower_gpus: float | None
+    tower_cpus: float | None
 
 
 def make_config(

@@ -72,9 +72,10 @@ class PartRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Group:
-    """A row group of a part, so that its rows can be picked one by one: ids, `_SIZES` and vectors by column."""
+    """A row group of a part, so that its rows can be picked one by one: ids, hashes, `_SIZES` and vectors by column."""
 
     keys: list[str]
+    hashes: list[bytes | None]
     sizes: list[tuple[int, ...]]
     vectors: dict[str, Sequence[FloatArray]]
 
@@ -189,6 +190,17 @@ class PartFiles:
         image = Embedded(row=row, vectors=vectors, size_hw=(height, width), grid_hw=(grid_h, grid_w))
         return found.keys[index], image
 
+    def content_hash(self, row: int) -> bytes | None:
+        """The hash that was committed for a row that `find` finds; None where it could not be read."""
+        number = row // self._rows_per_part
+        rows = self._rows(number)
+        index = int(np.searchsorted(rows, row))
+        if index == len(rows) or rows[index] != row:
+            failed = self._errors(number, "row", "content_hash").to_pydict()
+            return dict(zip(failed["row"], failed["content_hash"], strict=True)).get(row)
+        group, index = divmod(index, self._group_rows)
+        return self._group(number, group).hashes[index]
+
     def rows_of(self, number: int) -> tuple[Int64Array, Int64Array]:
         """The rows of a part with vectors, and those that failed, ascending."""
         failed: Int64Array = self._errors(number, "row")["row"].to_numpy()
@@ -207,9 +219,12 @@ class PartFiles:
 
     def _read_group(self, number: int, group: int) -> _Group:
         with pq.ParquetFile(self.folder / part_name(number), page_checksum_verification=True) as file:
-            table = file.read_row_group(group, columns=["id", *_SIZES, *(each.name for each in self.vectors)])
+            table = file.read_row_group(
+                group, columns=["id", "content_hash", *_SIZES, *(each.name for each in self.vectors)]
+            )
         return _Group(
             keys=table["id"].to_pylist(),
+            hashes=table["content_hash"].to_pylist(),
             sizes=list(zip(*(table[name].to_pylist() for name in _SIZES), strict=True)),
             vectors={column.name: _vectors_of(column, table[column.name]) for column in self.vectors},
         )

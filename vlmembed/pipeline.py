@@ -17,9 +17,10 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from vlmembed.config import STALL_TIMEOUTS
-from vlmembed.errors import InputError, StoppedError
+from vlmembed.errors import StoppedError
 from vlmembed.feed import Feed
 from vlmembed.parallel import Channel
+from vlmembed.sources.base import read_after
 from vlmembed.types import EndOfInput, Failure, PackedBatch
 from vlmembed.watchdog import Watchdog
 
@@ -237,7 +238,7 @@ class Pipeline:
 
     def _read(self, start: int, limit: int | None, after: str | None) -> None:
         left = None if limit is None else limit - start
-        source_rows = self._rows(start, after)
+        source_rows = self._source.read(start) if after is None else read_after(self._source, start, after)
         try:
             for batch in self._feed.packs(self._counted(islice(source_rows, left))):
                 with self.clock.measure("give to encoder"):
@@ -248,21 +249,6 @@ class Pipeline:
                 source_rows.close()  # its threads end now, and not whenever it is collected
         self._put([EndOfInput(num_rows=self.num_rows_read)])
         self._packs.close()
-
-    def _rows(self, start: int, after: str | None) -> Iterator[EncodedImage]:
-        """The source's rows from `start` on, if the one before is what it was when it was committed."""
-        if after is None:
-            return self._source.read(start)
-        rows = self._source.read(start - 1)
-        before = next(rows, None)
-        if before is None or before.key != after:
-            now = "not there" if before is None else repr(before.key)
-            msg = (
-                f"row {start - 1} was {after!r} when it was committed, and is {now} now: an archive before it gives "
-                "other rows than it did; make it readable as it was, or start anew with --overwrite"
-            )
-            raise InputError(msg)
-        return rows
 
     def _counted(self, rows: Iterator[EncodedImage]) -> Iterator[EncodedImage]:
         for image in rows:

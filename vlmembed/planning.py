@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from vlmembed.config import STALL_TIMEOUTS, EncodeConfig
+from vlmembed.config import FIELDS, OF_THE_ENGINE, EncodeConfig
 from vlmembed.decode import pixel_policy
-from vlmembed.devices import kind_of, name_of, pick_devices, pick_dtype, weakest_first
+from vlmembed.devices import kind_of, name_of
 from vlmembed.encoder import pick_pool, vector_columns
 from vlmembed.errors import ConfigError, InputError, MissingExtraError, ModelError, OutputError
-from vlmembed.exchange import LoadOrder
 from vlmembed.finished import read_schema
 from vlmembed.lance_output import check_lance_schema
 from vlmembed.layout import ResizeRule
@@ -24,23 +23,21 @@ from vlmembed.parts import read_records
 from vlmembed.preprocess import RESIZER
 from vlmembed.provenance import difference, make_fingerprint, make_provenance
 from vlmembed.schema import output_schema, read_provenance, read_success, with_provenance
+from vlmembed.site import Here
 from vlmembed.sources.base import expected_rows
 from vlmembed.sources.locations import public_url
 from vlmembed.sources.shard import shard_entries
 from vlmembed.towers import open_tower
-from vlmembed.tuning import check_choices, load_encoder
-from vlmembed.workers import WorkerPool
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from vlmembed.devices import Devices
-    from vlmembed.encoder import Encoder
     from vlmembed.layout import TowerLayout
     from vlmembed.schema import VectorColumn
+    from vlmembed.site import AnyEncoder, Site
     from vlmembed.sources.base import Source
     from vlmembed.towers.blueprint import Blueprint
-    from vlmembed.tuning import Settled
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +75,7 @@ class Plan:
     config: EncodeConfig
     paths: OutputPaths
     source: Source
-    encoder: Encoder | WorkerPool
+    encoder: AnyEncoder
     rule: ResizeRule
     vectors: tuple[VectorColumn, ...]
     num_rows: int | None
@@ -121,18 +118,25 @@ def _provenance_of(path: Path) -> dict[str, Any]:
 
 
 def make_plan(
-    config: EncodeConfig, paths: OutputPaths, source: Source, earlier: Earlier, *, part_divisor: int = 1
+    config: EncodeConfig,
+    paths: OutputPaths,
+    source: Source,
+    earlier: Earlier,
+    *,
+    part_divisor: int = 1,
+    site: Site | None = None,
 ) -> tuple[Plan, bool]:
     """Decide every ``auto``; tell whether what lies at the output is of this very run.
 
     What an earlier start of the same run decided is kept, except device and workers. All that the settings alone can
     tell is told before the weights are read. `part_divisor` makes parts, where their size is not given, so many times
-    smaller.
+    smaller. `site` has the devices: this machine, unless another is named.
 
     Raises:
         OutputError: it is of another run, and may not be replaced.
     """
-    devices = weakest_first(pick_devices(config.device))
+    site = site or Here()
+    devices = site.devices(config.device)
     blueprint = open_tower(os.fspath(config.model), revision=config.revision)
     rule = resize_rule(
         blueprint.layout,
@@ -150,7 +154,7 @@ def make_plan(
     expected = min(expected_rows(source), config.limit or sys.maxsize)
 
     def settle(before: dict[str, Any] | None) -> tuple[EncodeConfig, dict[str, Any]]:
-        dtype = _inherited_dtype(config, before) or pick_dtype(config.dtype, devices[0])
+        dtype = _inherited_dtype(config, before) or site.pick_dtype(config.dtype, devices[0])
         decided = replace(config, device=name_of(devices), dtype=dtype)
         return decided, _fingerprint(decided, blueprint, rule, source, vectors=vectors, num_rows=num_rows)
 
@@ -164,15 +168,16 @@ def make_plan(
         _check_may_replace(where, lines, config)
         before = None
     if before:
-        decided = _inherit_tuning(_inherit_shape(decided, before), before, devices)
-    check_choices(decided, devices[0])
-    encoder, settled = _load(decided, devices, blueprint, vectors, rule=rule, num_rows=expected)
+        decided = _inherit_tuning(_inherit_shape(decided, before), before, devices, site)
+    site.check(decided, devices[0])
+    encoder, settled = site.load(decided, devices, blueprint, vectors, rule=rule, num_rows=expected)
     fingerprint["weights_sha256"] = settled.model["weights_sha256"]
     if before and (lines := difference(before["fingerprint"], fingerprint)):
         encoder.close()
         _check_may_replace(where, lines, config)
         before = None
     decided = _decide_sizes(settled.config, blueprint, vectors, rule, devices[0].type, part_divisor=part_divisor)
+    decided = replace(decided, workers=decided.workers or site.auto_workers(devices[0].type))
     facts = make_provenance(
         config,
         decided,
@@ -196,31 +201,6 @@ def make_plan(
     return plan, before is not None
 
 
-def _load(
-    config: EncodeConfig,
-    devices: Devices,
-    blueprint: Blueprint,
-    vectors: tuple[VectorColumn, ...],
-    *,
-    rule: ResizeRule,
-    num_rows: int,
-) -> tuple[Encoder | WorkerPool, Settled]:
-    """One device is this process's own; several have a process each."""
-    if len(devices) == 1:
-        return load_encoder(config, blueprint, vectors, rule=rule, num_rows=num_rows, device=devices[0])
-    order = LoadOrder(
-        config=config,
-        vectors=vectors,
-        rule=rule,
-        num_rows=num_rows,
-        device="",
-        num_workers=len(devices),
-        log_level=logging.getLogger().getEffectiveLevel(),
-    )
-    names = [str(device) for device in devices]
-    return WorkerPool.start(order, names, answer_seconds=STALL_TIMEOUTS * config.timeout)
-
-
 def _check_may_replace(where: Path, lines: list[str], config: EncodeConfig) -> None:
     """What lies at `where` is of another run, as `lines` show.
 
@@ -242,10 +222,12 @@ def _inherited_dtype(config: EncodeConfig, before: dict[str, Any] | None) -> str
 
 def _recipe(config: EncodeConfig, rule: ResizeRule, decided: EncodeConfig) -> EncodeConfig:
     """How to make the file, not what was there before. As a demand, an automatic budget would refuse pictures that are
-    longer by themselves, so it is left open. Logins and signatures of URLs stay out of it."""
+    longer by themselves, so it is left open. Logins and signatures of URLs stay out of it, and so does where the work
+    was done: the file would be the same elsewhere."""
     budget = decided.max_tokens_per_batch
     if config.max_tokens_per_batch is None and budget is not None and budget < rule.max_tokens_per_image:
         budget = None
+    elsewhere: dict[str, Any] = {name: FIELDS[name].default for name in OF_THE_ENGINE}
     inputs = tuple(public_url(os.fspath(name)) for name in decided.inputs)
     output = public_url(os.fspath(decided.output))
     return replace(
@@ -256,6 +238,7 @@ def _recipe(config: EncodeConfig, rule: ResizeRule, decided: EncodeConfig) -> En
         retry_failed=False,
         work_dir=None,
         max_tokens_per_batch=budget,
+        **elsewhere,
     )
 
 
@@ -264,7 +247,7 @@ def _inherit_shape(config: EncodeConfig, before: dict[str, Any]) -> EncodeConfig
     return replace(config, **{name: getattr(config, name) or before["shape"][name] for name in _SHAPE})
 
 
-def _inherit_tuning(config: EncodeConfig, before: dict[str, Any], devices: Devices) -> EncodeConfig:
+def _inherit_tuning(config: EncodeConfig, before: dict[str, Any], devices: Devices, site: Site) -> EncodeConfig:
     """What an earlier start decided on a device of this kind is kept where the device can do it; what is asked for now
     is done."""
     earlier = EncodeConfig.from_toml(before["recipe"])
@@ -273,7 +256,7 @@ def _inherit_tuning(config: EncodeConfig, before: dict[str, Any], devices: Devic
     names = [name for name in _TUNED if name in before["decided"] and getattr(config, name) == "auto"]
     inherited = replace(config, **{name: getattr(earlier, name) for name in names})
     try:
-        check_choices(inherited, devices[0])
+        site.check(inherited, devices[0])
     except (ConfigError, MissingExtraError) as error:
         logger.warning("what the earlier start decided is decided anew: %s", error)
         return config
@@ -336,7 +319,7 @@ def _decide_sizes(
     *,
     part_divisor: int,
 ) -> EncodeConfig:
-    """Output, limits, part size and threads."""
+    """Output, limits and part size."""
     pool = pick_pool(config, blueprint)
     min_pixels, max_pixels = rule.resize.limits if rule.mode == "native" else (None, None)
     if rule.layout.native is rule.layout.official:  # the processor's own limits stay its own
@@ -350,7 +333,6 @@ def _decide_sizes(
         min_pixels=min_pixels,
         max_pixels=max_pixels,
         rows_per_part=config.rows_per_part or _auto_rows_per_part(vectors, rule, device_type, part_divisor),
-        workers=config.workers or _auto_workers(device_type),
     )
 
 
@@ -395,9 +377,3 @@ def resize_rule(
     chosen = layout.official if mode == "official" else layout.native.with_limits(min_pixels, max_pixels)
     assert chosen is not None
     return ResizeRule(mode=mode, resize=chosen, layout=layout, max_source_pixels=max_source_pixels)
-
-
-def _auto_workers(device_type: str) -> int:
-    """Decoding threads: on a CPU the model needs the cores, beside a GPU the decoders do."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    return max(1, cores // 4) if device_type == "cpu" else max(1, cores - 1)

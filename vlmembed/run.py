@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import time
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vlmembed.assembly import assemble
-from vlmembed.decode import own_pillow_settings
-from vlmembed.dedup import HashIndex
+from vlmembed.engines import open_engine
+from vlmembed.engines.local import SUSPECTS
 from vlmembed.errors import ConfigError, OutputError, RowFailedError
 from vlmembed.events import RunEvents
-from vlmembed.known import Known, check_reuse
+from vlmembed.known import check_reuse
 from vlmembed.mirror.mirror import open_mirror
 from vlmembed.mirror.remoterun import is_remote
 from vlmembed.output import (
@@ -29,29 +29,25 @@ from vlmembed.output import (
 from vlmembed.partfiles import storing
 from vlmembed.parts import PartStore
 from vlmembed.planning import Earlier, Plan, find_earlier, make_plan, max_row_bytes
-from vlmembed.progress import ProgressBar, StageClock
+from vlmembed.progress import ProgressBar
 from vlmembed.provenance import encoder_fingerprint
 from vlmembed.report import RunReport
 from vlmembed.retry import Retry
 from vlmembed.reuse import EarlierOutputs
 from vlmembed.sources import open_source
-from vlmembed.stages import decoders_of, wire
 from vlmembed.suspects import read_suspects
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from vlmembed.config import EncodeConfig
+    from vlmembed.engines.base import Engine, Work
     from vlmembed.events import Event
     from vlmembed.mirror.mirror import Mirror
     from vlmembed.partfiles import PartRecord
-    from vlmembed.pipeline import Pipeline
-    from vlmembed.writer import Writer
 
 logger = logging.getLogger(__name__)
-
-SUSPECTS = "decoding.slots"
 
 
 def encode(
@@ -110,11 +106,12 @@ def _encode(
         if mirror is not None and config.retry_failed:
             mirror.fetch_output()
         retry = Retry(paths, earlier.output, source) if config.retry_failed else None
+        engine = stack.enter_context(open_engine(config))
         if retry is None:
-            plan, same = make_plan(config, paths, source, earlier)
+            plan, same = make_plan(config, paths, source, earlier, site=engine.site)
         else:  # a run of its own, which must fit the output
             before = Earlier(output=retry.facts | {"fingerprint": retry.fingerprint}, partial=None)
-            plan, same = make_plan(replace(config, limit=None), paths, retry.source, before)
+            plan, same = make_plan(replace(config, limit=None), paths, retry.source, before, site=engine.site)
         stack.enter_context(closing(plan.encoder))
         logger.info("%s loaded on %s, %s", config.model, plan.config.device, plan.config.dtype)
         if retry is None:
@@ -128,7 +125,7 @@ def _encode(
             return report
         stack.enter_context(lock(paths.partial))
         _begin(plan, config, earlier, mirror, is_new=not same)
-        return _run(plan, retry, mirror, events, began=began, progress=progress, hung=hung)
+        return _run(plan, retry, mirror, events, engine, began=began, progress=progress, hung=hung)
 
 
 def _begin(plan: Plan, config: EncodeConfig, earlier: Earlier, mirror: Mirror | None, *, is_new: bool) -> None:
@@ -207,6 +204,7 @@ def _run(
     retry: Retry | None,
     mirror: Mirror | None,
     events: RunEvents,
+    engine: Engine,
     *,
     began: float,
     progress: bool,
@@ -228,12 +226,22 @@ def _run(
     shown = plan.paths.output if mirror is None else mirror.names["output"]
     events.started(plan.config, plan.facts, output=str(shown), num_rows=plan.num_rows, num_resumed=start)
     ready = time.perf_counter()
-    with _output_to_fill(plan, retry) as earlier:
-        pipeline, writer = _run_pipeline(plan, store, mirror, earlier, events, progress=progress, hung=hung)
-        counts = writer.finish(pipeline.num_rows_read)
+    with (
+        _output_to_fill(plan, retry) as earlier,
+        closing(ProgressBar(plan.num_rows, initial=start, enabled=progress)) as bar,
+    ):
+
+        def on_commit(record: PartRecord, work: Work) -> None:
+            bar.committed(record.num_rows)
+            if mirror is not None:
+                mirror.add(store.records[-1])  # with the hashes of its files
+            events.committed(record, work)
+
+        more = () if earlier is None else (earlier,)
+        outcome = engine.embed(plan, store, more=more, bar=bar, on_commit=on_commit, hung=hung)
+        counts, num_rows = outcome.counts, outcome.num_rows
         if mirror is not None:
             mirror.flush()
-        num_rows = pipeline.num_rows_read
         if retry is None:
             facts = plan.facts | {"counts": _counts(plan, store, num_rows, counts)}
             assemble(store, plan.paths, facts)
@@ -252,7 +260,7 @@ def _run(
         num_retried=0 if retry is None else retry.source.num_rows,
         num_recovered=0 if retry is None else retry.source.num_rows - counts["failed"],
         setup_seconds=ready - began,
-        **pipeline.figures(seconds),
+        **outcome.figures(seconds),
     )
 
 
@@ -271,55 +279,3 @@ def _output_to_fill(plan: Plan, retry: Retry | None) -> AbstractContextManager[E
         vectors=plan.vectors,
         index=plan.paths.partial / "output.sqlite",
     )
-
-
-def _run_pipeline(
-    plan: Plan,
-    store: PartStore,
-    mirror: Mirror | None,
-    earlier: EarlierOutputs | None,
-    events: RunEvents,
-    *,
-    progress: bool,
-    hung: Callable[[], None],
-) -> tuple[Pipeline, Writer]:
-    """Take the rows that are not committed yet through the stages."""
-    config, start, folder = plan.config, store.next_row, plan.paths.partial
-    more = () if earlier is None else (earlier,)
-    with ExitStack() as stack:
-        stack.enter_context(own_pillow_settings(config.max_source_pixels))
-        index = stack.enter_context(_index(config, store, plan.paths))
-        known = stack.enter_context(Known(config, plan.facts["fingerprint"], plan.vectors, folder, more=more))
-        bar = stack.enter_context(closing(ProgressBar(plan.num_rows, initial=start, enabled=progress)))
-        decoders = stack.enter_context(decoders_of(plan, folder / SUSPECTS))
-
-        def on_commit(record: PartRecord) -> None:
-            bar.committed(record.num_rows)
-            if mirror is not None:
-                mirror.add(store.records[-1])  # with the hashes of its files
-            events.committed(record, pipeline)
-
-        pipeline, writer = wire(
-            plan,
-            store,
-            index=index,
-            known=known,
-            decoders=decoders,
-            clock=StageClock(),
-            hung=hung,
-            on_commit=on_commit,
-        )
-        pipeline.run(start, plan.end_row, bar, after=store.last_key() if plan.num_rows is None else None)
-    return pipeline, writer
-
-
-@contextmanager
-def _index(config: EncodeConfig, store: PartStore, paths: OutputPaths) -> Iterator[HashIndex | None]:
-    """The dedup index, filled from the committed parts; None where nothing is deduplicated."""
-    if config.dedup == "none":
-        yield None
-        return
-    with HashIndex(paths.partial / "index.sqlite") as index:
-        for row, content_hash in store.hashes():
-            index.first_row(content_hash, row)
-        yield index

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from vlmembed.decode_processes import ProcessDecoders
 from vlmembed.decoders import ThreadDecoders
+from vlmembed.elsewhere import Elsewhere
 from vlmembed.partfiles import storing
 from vlmembed.patcher import Patcher
 from vlmembed.pipeline import Pipeline
@@ -18,9 +19,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from vlmembed.config import EncodeConfig
     from vlmembed.decoders import DecodePool
     from vlmembed.dedup import Index
     from vlmembed.known import Known
+    from vlmembed.layout import ResizeRule
     from vlmembed.partfiles import PartRecord
     from vlmembed.planning import Plan
     from vlmembed.progress import StageClock
@@ -29,17 +32,16 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def decoders_of(plan: Plan, suspects: Path | None) -> Iterator[DecodePool]:
+def decoders_of(config: EncodeConfig, rule: ResizeRule, suspects: Path | None = None) -> Iterator[DecodePool]:
     """The decoding threads or processes of a run. Threads note the rows that they are at in the file `suspects`, where
     one is given.
 
     Raises:
         StorageError: that file cannot be made.
     """
-    config = plan.config
     assert config.workers is not None
     patcher = Patcher(
-        rule=plan.rule,
+        rule=rule,
         max_source_pixels=config.max_source_pixels,
         hash_pixels=config.dedup == "pixels",
         fast_decode=config.fast_decode,
@@ -74,6 +76,7 @@ def wire(
 ) -> tuple[Pipeline, Writer]:
     """The stages of a planned run, and the writer that gives its parts to `store`."""
     assert plan.config.rows_per_part is not None
+    assert not isinstance(plan.encoder, Elsewhere)
     writer = Writer(
         store,
         num_rows=plan.num_rows,

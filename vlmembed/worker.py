@@ -75,7 +75,7 @@ def load(order: LoadOrder) -> tuple[Encoder, Settled]:
     logging.basicConfig(level=order.log_level, format="%(levelname)s %(name)s: %(message)s")
     device = torch.device(order.device)
     if device.type == "cpu":
-        torch.set_num_threads(cores_per_worker(order.num_workers))
+        torch.set_num_threads(order.num_threads or cores_per_worker(order.num_workers))
     blueprint = open_tower(os.fspath(order.config.model), revision=order.config.revision)
     return load_encoder(order.config, blueprint, order.vectors, rule=order.rule, num_rows=order.num_rows, device=device)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from vlmembed.config import CHOICES, WHOLE_NUMBERS, EncodeConfig
+from vlmembed.config import CHOICES, REAL_NUMBERS, WHOLE_NUMBERS, EncodeConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,6 +58,11 @@ _HELP = {
     "rows_per_part": "Input rows committed together.",
     "format": "Of the output; auto goes by its name (.lance).",
     "work_dir": "Local folder for the parts of a remote output.  [default: in the user's cache]",
+    "engine": "local is this machine; ray is a cluster, or a Ray started here (an extra).",
+    "ray_address": "Of the cluster; implies --engine ray.  [default: RAY_ADDRESS, a Ray on this machine, or a new one]",
+    "towers": "Models loaded at a time on the cluster: N, or MIN:MAX.  [default: 1 to as many as fit]",
+    "tower_gpus": "GPUs that each takes, such as 1 or 0.5.  [default: 1, where there are any]",
+    "tower_cpus": "CPUs that each takes.  [default: 1 beside a GPU, else three quarters of a node's]",
 }
 _SWITCHES = {"normalize": "--normalize/--no-normalize", "recursive": "--recursive/--no-recursive"}
 
@@ -84,6 +89,8 @@ def config_options(command: Callable[..., None]) -> Callable[..., None]:
             options |= {"multiple": True, "show_default": False}
             if field.name == "keep_columns":
                 options["callback"] = _split_at_commas
+        elif field.name in REAL_NUMBERS:
+            options["type"] = float
         elif field.default is False:
             options["is_flag"] = True
         command = click.option(flag, field.name, **options)(command)

@@ -115,7 +115,7 @@ class Trial:
         warming = calibration_batch(self._plan.rule, min(self._budget, MAX_PACK_TOKENS))
         for _ in self._plan.encoder.stream([warming]):
             pass
-        with decoders_of(self._plan, None) as decoders:
+        with decoders_of(self._plan.config, self._plan.rule) as decoders:
             reader = threading.Thread(target=self._read_and_pack, args=(rows, decoders), name="trial", daemon=True)
             self._began_at = time.perf_counter()
             reader.start()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING
 
 from vlmembed.errors import ConfigError, InputError
@@ -21,22 +21,26 @@ from vlmembed.sources.tar import TarSource
 from vlmembed.sources.zip import ZipSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
     from pathlib import Path
 
     from vlmembed.config import EncodeConfig
     from vlmembed.sources.base import Source
     from vlmembed.sources.glance import Glance
     from vlmembed.sources.listing import Entry
+    from vlmembed.sources.pieces import Counted, CountPiece, Piece
+    from vlmembed.types import EncodedImage
 
-__all__ = ["open_source"]
+__all__ = ["count_piece", "open_piece", "open_source"]
 
 WITH_COLUMNS = ("parquet", "list", "huggingface", "lance")
 SETTINGS = {"image_column": WITH_COLUMNS, "id_column": WITH_COLUMNS, "keep_columns": (*WITH_COLUMNS, "tar")}
 """The kinds of inputs that a setting is for."""
 
 
-def open_source(config: EncodeConfig, own_output: Collection[Path] = (), *, glance: Glance | None = None) -> Source:
+def open_source(
+    config: EncodeConfig, own_output: Collection[Path] = (), *, glance: Glance | None = None
+) -> ChainedSource | ShardSource:
     """List the inputs of a run. `own_output` are paths that are never input. While `glance` is on, files and URLs are
     read no further than it asks for.
 
@@ -45,20 +49,7 @@ def open_source(config: EncodeConfig, own_output: Collection[Path] = (), *, glan
         ConfigError: column settings without inputs that have columns.
     """
     with ExitStack() as stack:
-        remotes = stack.enter_context(
-            Remotes(
-                timeout_seconds=config.timeout,
-                per_host=config.downloads_per_host,
-                allow_local=config.allow_local_urls,
-            )
-        )
-        reader = ReadAhead(
-            timeout_seconds=config.timeout,
-            max_source_pixels=config.max_source_pixels,
-            remotes=remotes,
-            downloads=config.downloads,
-            glance=glance,
-        )
+        reader, remotes = stack.enter_context(_reading(config, glance))
         listing = Listing(config, reader, remotes, own_output)
         stack.callback(listing.close)
         listing.fill()
@@ -74,6 +65,39 @@ def open_source(config: EncodeConfig, own_output: Collection[Path] = (), *, glan
     except BaseException:
         whole.close()
         raise
+
+
+@contextmanager
+def open_piece(config: EncodeConfig, piece: Piece) -> Iterator[Iterator[EncodedImage]]:
+    """Read a piece of what `open_source` has listed, in any process: the rows, numbered as in the run."""
+    with _reading(config) as (reader, _), closing(piece.open(reader)) as images:
+        yield images
+
+
+def count_piece(config: EncodeConfig, piece: CountPiece) -> Counted:
+    """Count the rows of a file that `uncounted` of a source has named, in any process.
+
+    Raises:
+        StorageError: its server fails.
+    """
+    with _reading(config) as (reader, _):
+        return piece.count(reader)
+
+
+@contextmanager
+def _reading(config: EncodeConfig, glance: Glance | None = None) -> Iterator[tuple[ReadAhead, Remotes]]:
+    """What files and URLs are read with."""
+    with Remotes(
+        timeout_seconds=config.timeout, per_host=config.downloads_per_host, allow_local=config.allow_local_urls
+    ) as remotes:
+        reader = ReadAhead(
+            timeout_seconds=config.timeout,
+            max_source_pixels=config.max_source_pixels,
+            remotes=remotes,
+            downloads=config.downloads,
+            glance=glance,
+        )
+        yield reader, remotes
 
 
 def _check(config: EncodeConfig, listing: Listing) -> None:
@@ -145,7 +169,7 @@ class _Opener:
             keep_columns=config.keep_columns,
         )
 
-    def shard(self, whole: ChainedSource, entries: Sequence[Entry]) -> Source:
+    def shard(self, whole: ChainedSource, entries: Sequence[Entry]) -> ShardSource:
         """The piece of the whole that the run is over; it closes the whole too.
 
         Raises:

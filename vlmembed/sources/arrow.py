@@ -18,6 +18,7 @@ from vlmembed.sources.files import DAMAGE
 from vlmembed.sources.hfstate import data_files, inside
 from vlmembed.sources.ipcfile import open_stream
 from vlmembed.sources.locations import shown
+from vlmembed.sources.pieces import SourcePiece, cut, holding
 from vlmembed.sources.tables import RowNames, TableColumns, check_ids
 from vlmembed.types import EncodedImage
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from vlmembed.sources.files import FileStatus
     from vlmembed.sources.ipcfile import OpenStream
     from vlmembed.sources.messages import Message
+    from vlmembed.sources.pieces import Piece
     from vlmembed.sources.readahead import ReadAhead, Row
 
 
@@ -42,7 +44,7 @@ class ArrowFile:
         first_row: number in the run of its first row.
         num_rows: that its batches promise.
         status: size and version; None where it could not be opened.
-        damage: why there may be more rows than these.
+        damage: why there may be more rows than these: code and message of an `ImageError`, which cannot be pickled.
     """
 
     key: str
@@ -50,12 +52,81 @@ class ArrowFile:
     first_row: int
     num_rows: int
     status: FileStatus | None
-    damage: ImageError | None
+    damage: tuple[FailureCode, str] | None
 
     @property
     def num_entries(self) -> int:
         """Rows, and one for all that is lost."""
         return self.num_rows + (self.damage is not None)
+
+
+class HFDatasetRows:
+    """Rows of files that were listed."""
+
+    def __init__(self, reader: ReadAhead, *, files: Sequence[ArrowFile], columns: TableColumns) -> None:
+        self._reader = reader
+        self._files = files
+        self._columns = columns
+
+    def read_rows(self, rows: Sequence[int]) -> Iterator[EncodedImage]:
+        """See `HFDatasetSource`."""
+        return self._reader.read(self._rows(rows))
+
+    def _rows(self, rows: Sequence[int]) -> Iterator[Row]:
+        for file in self._files:
+            wanted = rows_between(rows, file.first_row, file.num_rows)
+            if wanted:
+                yield from self._read_file(file, wanted)
+            last = file.first_row + file.num_rows
+            if file.damage and rows_between(rows, last, 1):
+                yield EncodedImage(row=last, key=f"{file.key}!", content=ImageError(*file.damage))
+
+    def _read_file(self, file: ArrowFile, rows: Sequence[int]) -> Iterator[Row]:
+        num_read = 0
+        with ExitStack() as stack:
+            try:
+                opened = stack.enter_context(open_stream(file.names.location, self._reader.remotes))
+                self._check_unchanged(file, opened)
+                first = file.first_row
+                for message in opened.batches():
+                    wanted = rows_between(rows, first, message.num_rows)
+                    if wanted:
+                        yield from self._read_batch(file, opened, message, first, wanted)
+                    first += message.num_rows
+                    num_read += len(wanted)
+                    if num_read == len(rows):
+                        return
+                broken = ImageError(FailureCode.UNREADABLE, f"{file.key} holds fewer rows than when it was listed")
+            except FileNotFoundError:
+                broken = ImageError(FailureCode.MISSING, f"{file.key} was there when the run began, and is gone")
+            except DAMAGE as error:
+                broken = ImageError(FailureCode.UNREADABLE, f"{file.key}: {_lasting(error)}")
+            yield from self._columns.lost(rows[num_read:], file.names, broken)
+
+    def _check_unchanged(self, file: ArrowFile, opened: OpenStream) -> None:
+        """Raises:
+        ValueError: it is no longer the file that was listed.
+        """
+        assert file.status
+        if found := opened.status.difference(file.status) or self._columns.difference(opened.schema, file.key):
+            msg = f"it has changed since it was listed: {found} then"
+            raise ValueError(msg)
+
+    def _read_batch(
+        self, file: ArrowFile, opened: OpenStream, message: Message, first: int, rows: Sequence[int]
+    ) -> Iterator[Row]:
+        """Yield `rows` of a batch that begins with row `first`."""
+        num_read = 0
+        batch: pa.RecordBatch | None = None
+        try:
+            batch = opened.load(message)
+            self._columns.check(batch)
+            for row in self._columns.rows(batch, first, opened.while_whole(rows), file.names):
+                yield row
+                num_read += 1
+        except DAMAGE as error:
+            broken = ImageError(FailureCode.UNREADABLE, f"{file.key}, batch at byte {message.start}: {_lasting(error)}")
+            yield from self._columns.lost(rows[num_read:], file.names, broken)
 
 
 class HFDatasetSource:
@@ -90,12 +161,12 @@ class HFDatasetSource:
                 names = RowNames(key=key, first_row=first_row, location=inside(folder, name))
                 file = self._add(names, f"{key}/{name}")
                 version = [file.status.num_bytes, file.status.version] if file.status else None
-                damage = file.damage.code if file.damage else None  # its message may be another at the next start
+                damage = file.damage[0] if file.damage else None  # its message may be another at the next start
                 digest.update(json.dumps([file.key, version, file.num_rows, damage]).encode() + b"\n")
                 lost += [[file.key, self.num_rows - first_row]] if file.damage else []
             keys_digest.update(json.dumps([key, self.num_rows - first_row, lost]).encode() + b"\n")
         if self._columns is None:
-            reason = f" ({self._files[0].key}: {self._files[0].damage})" if self._files else ""
+            reason = "".join(f" ({file.key}: {file.damage[1]})" for file in self._files[:1] if file.damage)
             msg = f"no file of {', '.join(key for _, key in splits)} can be read{reason}: save the dataset again"
             raise InputError(msg)
         self.kept_schema: pa.Schema = self._columns.kept_schema
@@ -110,7 +181,8 @@ class HFDatasetSource:
         Raises:
             InputError: its columns are others, or its server does not give it.
         """
-        num_rows, status, damage = 0, None, None
+        num_rows, status = 0, None
+        damage: tuple[FailureCode, str] | None = None
         try:
             with open_stream(names.location, self._reader.remotes) as opened:
                 status = opened.status
@@ -120,12 +192,12 @@ class HFDatasetSource:
                 for message in opened.batches():
                     num_rows += message.num_rows
         except FileNotFoundError:
-            damage = ImageError(FailureCode.MISSING, f"{key} is not there")
+            damage = FailureCode.MISSING, f"{key} is not there"
         except DAMAGE as error:
             if isinstance(error, OSError) and is_url(names.location):  # may pass: the rows would be others then
                 msg = f"{shown(names.location)} cannot be read ({error}): try again later, or leave the dataset out"
                 raise InputError(msg) from error
-            damage = ImageError(FailureCode.UNREADABLE, f"{key}: {error}")
+            damage = FailureCode.UNREADABLE, f"{key}: {error}"
         file = ArrowFile(
             key=key,
             names=names,
@@ -143,7 +215,7 @@ class HFDatasetSource:
         assert columns
         assert columns.identity
         if file.damage:
-            raise file.damage
+            raise ImageError(*file.damage)
         with open_stream(file.names.location, self._reader.remotes) as opened:
             for message in opened.batches():
                 batch = opened.load(message)
@@ -157,66 +229,16 @@ class HFDatasetSource:
 
     def read_rows(self, rows: Sequence[int]) -> Iterator[EncodedImage]:
         """Yield these rows; batches that hold none of them are not touched."""
-        return self._reader.read(self._rows(rows))
-
-    def _rows(self, rows: Sequence[int]) -> Iterator[Row]:
-        for file in self._files:
-            wanted = rows_between(rows, file.first_row, file.num_rows)
-            if wanted:
-                yield from self._read_file(file, wanted)
-            last = file.first_row + file.num_rows
-            if file.damage and rows_between(rows, last, 1):
-                yield EncodedImage(row=last, key=f"{file.key}!", content=file.damage)
-
-    def _read_file(self, file: ArrowFile, rows: Sequence[int]) -> Iterator[Row]:
         assert self._columns
-        num_read = 0
-        with ExitStack() as stack:
-            try:
-                opened = stack.enter_context(open_stream(file.names.location, self._reader.remotes))
-                self._check_unchanged(file, opened)
-                first = file.first_row
-                for message in opened.batches():
-                    wanted = rows_between(rows, first, message.num_rows)
-                    if wanted:
-                        yield from self._read_batch(file, opened, message, first, wanted)
-                    first += message.num_rows
-                    num_read += len(wanted)
-                    if num_read == len(rows):
-                        return
-                broken = ImageError(FailureCode.UNREADABLE, f"{file.key} holds fewer rows than when it was listed")
-            except FileNotFoundError:
-                broken = ImageError(FailureCode.MISSING, f"{file.key} was there when the run began, and is gone")
-            except DAMAGE as error:
-                broken = ImageError(FailureCode.UNREADABLE, f"{file.key}: {_lasting(error)}")
-            yield from self._columns.lost(rows[num_read:], file.names, broken)
+        return HFDatasetRows(self._reader, files=self._files, columns=self._columns).read_rows(rows)
 
-    def _check_unchanged(self, file: ArrowFile, opened: OpenStream) -> None:
-        """Raises:
-        ValueError: it is no longer the file that was listed.
-        """
+    def pieces(self, rows: range, size: int, first_row: int = 0) -> Iterator[Piece]:
+        """See `Divisible`."""
         assert self._columns
-        assert file.status
-        if found := opened.status.difference(file.status) or self._columns.difference(opened.schema, file.key):
-            msg = f"it has changed since it was listed: {found} then"
-            raise ValueError(msg)
-
-    def _read_batch(
-        self, file: ArrowFile, opened: OpenStream, message: Message, first: int, rows: Sequence[int]
-    ) -> Iterator[Row]:
-        """Yield `rows` of a batch that begins with row `first`."""
-        assert self._columns
-        num_read = 0
-        batch: pa.RecordBatch | None = None
-        try:
-            batch = opened.load(message)
-            self._columns.check(batch)
-            for row in self._columns.rows(batch, first, opened.while_whole(rows), file.names):
-                yield row
-                num_read += 1
-        except DAMAGE as error:
-            broken = ImageError(FailureCode.UNREADABLE, f"{file.key}, batch at byte {message.start}: {_lasting(error)}")
-            yield from self._columns.lost(rows[num_read:], file.names, broken)
+        for run in cut(rows, size, first_row):
+            files = holding(self._files, run, lambda file: file.first_row)
+            make = partial(HFDatasetRows, files=files, columns=self._columns)
+            yield SourcePiece(run=run, first_row=first_row, make=make)
 
     def close(self) -> None:
         """Nothing is kept open between reads."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Protocol
 
+from vlmembed.errors import InputError
+
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Iterator, Sequence
@@ -70,3 +72,21 @@ class Source(Protocol):
     def close(self) -> None:
         """Release files."""
         ...
+
+
+def read_after(source: Source, start: int, after: str) -> Iterator[EncodedImage]:
+    """Yield the rows from `start` on, if the one before is what it was when it was committed: `after`, its id.
+
+    Raises:
+        InputError: it is another one, or not there.
+    """
+    rows = source.read(start - 1)
+    before = next(rows, None)
+    if before is None or before.key != after:
+        now = "not there" if before is None else repr(before.key)
+        msg = (
+            f"row {start - 1} was {after!r} when it was committed, and is {now} now: an archive before it gives other "
+            "rows than it did; make it readable as it was, or start anew with --overwrite"
+        )
+        raise InputError(msg)
+    return rows

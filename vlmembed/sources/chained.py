@@ -5,17 +5,20 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
 from vlmembed.sources.base import expected_rows, rows_between
+from vlmembed.sources.pieces import Countable, Divisible, join
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from contextlib import ExitStack
 
     from vlmembed.sources.base import Source
+    from vlmembed.sources.pieces import Counted, CountPiece, Piece
     from vlmembed.types import EncodedImage
 
 MAX_ROW = 2**63 - 1
@@ -67,6 +70,34 @@ class ChainedSource:
             if source.num_rows is None:  # all were found before its end
                 return
             first_row += source.num_rows
+
+    def pieces(self, rows: range, size: int, first_row: int = 0) -> Iterator[Piece]:
+        """See `Divisible`: the pieces of each source, joined where one reaches into the next."""
+        return join(self._parts(rows, size, first_row), size)
+
+    def _parts(self, rows: range, size: int, first_row: int) -> Iterator[Piece]:
+        for source in self.sources:
+            assert source.num_rows is not None, "see `counted`"
+            assert isinstance(source, Divisible)
+            found = range(max(rows.start, first_row), min(rows.stop, first_row + source.num_rows))
+            if found:
+                yield from source.pieces(found, size, first_row)
+            first_row += source.num_rows
+
+    def uncounted(self) -> list[CountPiece]:
+        """See `Countable`."""
+        return [piece for source in self._countable for piece in source.uncounted()]
+
+    def counted(self, counts: Sequence[Counted]) -> None:
+        """See `Countable`."""
+        left = iter(counts)
+        for source in self._countable:
+            source.counted(list(islice(left, len(source.uncounted()))))
+        assert next(left, None) is None, "more than there were to count"
+
+    @property
+    def _countable(self) -> list[Countable]:
+        return [source for source in self.sources if isinstance(source, Countable)]
 
     def close(self) -> None:
         """Close every source, and what they had in common."""

@@ -7,6 +7,7 @@ import stat
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -14,6 +15,7 @@ import pyarrow as pa
 from vlmembed.formats import SNIFF_BYTES, picture_extensions, sniff_format
 from vlmembed.sources.ids import escape_name
 from vlmembed.sources.kinds import kind_of_name
+from vlmembed.sources.pieces import SourcePiece
 from vlmembed.sources.readahead import UnreadRow, open_without_waiting
 from vlmembed.sources.scratch import ListedRows
 
@@ -21,7 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
     from vlmembed.remote.remotes import RemoteInfo
+    from vlmembed.sources.pieces import Piece
     from vlmembed.sources.readahead import ReadAhead
+    from vlmembed.sources.scratch import Numbered
     from vlmembed.types import EncodedImage
 
 
@@ -116,6 +120,19 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
+class FolderRows:
+    """Picture files that were listed: path and id of each."""
+
+    def __init__(self, reader: ReadAhead, *, records: Numbered) -> None:
+        self._reader = reader
+        self._records = records
+
+    def read_rows(self, rows: Sequence[int]) -> Iterator[EncodedImage]:
+        """Read ahead with a few threads, yield in order."""
+        listed = self._records.read(rows)
+        return self._reader.read(UnreadRow(row=row, key=key, path=path) for row, (path, key) in listed)
+
+
 class FolderSource(ListedRows):
     """Picture files, listed once at the start. The list lies in a scratch file, so memory does not grow with it."""
 
@@ -141,10 +158,14 @@ class FolderSource(ListedRows):
         self._records.seal()
 
     def read(self, start: int) -> Iterator[EncodedImage]:
-        """Read ahead with a few threads, yield in order."""
+        """Yield the rows from `start` on."""
         return self.read_rows(range(start, self.num_rows))
 
     def read_rows(self, rows: Sequence[int]) -> Iterator[EncodedImage]:
         """Read only these."""
-        listed = self._records.read(rows)
-        return self._reader.read(UnreadRow(row=row, key=key, path=path) for row, (path, key) in listed)
+        return FolderRows(self._reader, records=self._records).read_rows(rows)
+
+    def pieces(self, rows: range, size: int, first_row: int = 0) -> Iterator[Piece]:
+        """See `Divisible`."""
+        for run, records in self._cut(rows, size, first_row):
+            yield SourcePiece(run=run, first_row=first_row, make=partial(FolderRows, records=records))

@@ -3,55 +3,42 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from vlmembed.errors import FailureCode, ImageError, InputError, MissingExtraError
-from vlmembed.remote.store_options import s3_endpoint
+from vlmembed.errors import InputError
 from vlmembed.remote.urls import is_url, without_options
-from vlmembed.sources.base import rows_between
 from vlmembed.sources.files import DAMAGE
+from vlmembed.sources.lancerows import (
+    Fragment,
+    LanceRows,
+    LanceTable,
+    first_line,
+    import_lance,
+    open_dataset,
+    read_batches,
+    storage_options,
+)
 from vlmembed.sources.locations import shown
+from vlmembed.sources.pieces import SourcePiece, cut, holding
 from vlmembed.sources.tables import RowNames, TableColumns, check_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from types import ModuleType
 
-    from vlmembed.sources.readahead import ReadAhead, Row
+    from vlmembed.sources.pieces import Piece
+    from vlmembed.sources.readahead import ReadAhead
     from vlmembed.types import EncodedImage
 
-BATCH_ROWS = 8
-"""Lance bounds a batch by rows alone: its `batch_size_bytes` cuts batches that are in memory already."""
-
-READ_BYTES = 32 * 2**20
-"""What Lance may have read ahead; its default takes gigabytes."""
+__all__ = ["LanceSource", "storage_options"]
 
 BLOB_EXTENSION = "lance.blob"
 BLOB_METADATA = b"lance-encoding:blob"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fragment:
-    """A part of a dataset, with what is left of it after rows were deleted: `first_row` in the run, and how many."""
-
-    content: Any
-    first_row: int
-    num_rows: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LanceTable:
-    """A version of a dataset, which stays what it is whatever is written meanwhile."""
-
-    dataset: Any
-    names: RowNames
-    fragments: list[Fragment]
 
 
 class LanceSource:
@@ -76,10 +63,11 @@ class LanceSource:
         self.num_rows = 0
         self._reader = reader
         self._tables: list[LanceTable] = []
+        self._datasets: dict[str, Any] = {}
         self.kept_schema = pa.schema([])
         digest, keys_digest = hashlib.sha256(), hashlib.sha256()
         for location, key in datasets:
-            dataset, fragments = _open(location, self.num_rows)
+            dataset, fragments = _open_newest(location, self.num_rows)
             schema = pa.schema([_as_bytes(field) for field in dataset.schema])
             if not self._tables:
                 self._columns = TableColumns.choose(
@@ -88,9 +76,10 @@ class LanceSource:
                 self.kept_schema = self._columns.kept_schema
             self._columns.require_same(schema, key)
             names = RowNames(key=key, first_row=self.num_rows, location=f"{location.rstrip('/')}/")
-            self._tables.append(LanceTable(dataset=dataset, names=names, fragments=fragments))
+            self._tables.append(LanceTable(version=dataset.version, names=names, fragments=fragments))
+            self._datasets[names.location] = dataset
             self.num_rows += sum(fragment.num_rows for fragment in fragments)
-            parts = [fragment.content.metadata.to_json() for fragment in fragments]
+            parts = [content.metadata.to_json() for content in dataset.get_fragments()]
             digest.update(json.dumps([key, dataset.version, parts], default=str).encode() + b"\n")
             keys_digest.update(json.dumps([key, self.num_rows - names.first_row]).encode() + b"\n")
         self.digest: str = digest.hexdigest()
@@ -102,7 +91,7 @@ class LanceSource:
         identity = self._columns.identity
         assert identity
         for fragment in table.fragments:
-            for batch in _batches(table, fragment, [identity], 0, fragment.num_rows):
+            for batch in read_batches(self._datasets[table.names.location], fragment, [identity], 0, fragment.num_rows):
                 yield self._columns.column(batch, identity).to_pylist()
 
     def read(self, start: int) -> Iterator[EncodedImage]:
@@ -111,47 +100,26 @@ class LanceSource:
 
     def read_rows(self, rows: Sequence[int]) -> Iterator[EncodedImage]:
         """Yield these rows; what lies between them is not read."""
-        return self._reader.read(self._rows(rows))
+        listed = LanceRows(self._reader, tables=self._tables, columns=self._columns, datasets=self._datasets)
+        return listed.read_rows(rows)
 
-    def _rows(self, rows: Sequence[int]) -> Iterator[Row]:
-        for table in self._tables:
-            for fragment in table.fragments:
-                wanted = rows_between(rows, fragment.first_row, fragment.num_rows)
-                while wanted:
-                    run = rows_between(wanted, wanted[0], _run_length(wanted))
-                    yield from self._read_run(table, fragment, run)
-                    wanted = wanted[len(run) :]
-
-    def _read_run(self, table: LanceTable, fragment: Fragment, rows: Sequence[int]) -> Iterator[Row]:
-        """Yield rows that follow each other."""
-        num_read = 0
-        names, columns = table.names, list(self._columns.ways)
-        try:
-            for batch in _batches(table, fragment, columns, rows[0] - fragment.first_row, len(rows)):
-                wanted = rows_between(rows, rows[0] + num_read, batch.num_rows)
-                yield from self._columns.rows(batch, rows[0] + num_read, wanted, names)
-                num_read += len(wanted)
-            broken = ImageError(FailureCode.UNREADABLE, f"{names.key} holds fewer rows than it promises")
-        except DAMAGE as error:
-            part = f"{names.key}, fragment {fragment.content.fragment_id}"
-            broken = ImageError(FailureCode.UNREADABLE, f"{part}: {_first_line(error)}")
-        yield from self._columns.lost(rows[num_read:], names, broken)
+    def pieces(self, rows: range, size: int, first_row: int = 0) -> Iterator[Piece]:
+        """See `Divisible`."""
+        for run in cut(rows, size, first_row):
+            tables = [
+                replace(table, fragments=holding(table.fragments, run, lambda fragment: fragment.first_row))
+                for table in holding(self._tables, run, lambda table: table.names.first_row)
+            ]
+            make = partial(LanceRows, tables=tables, columns=self._columns)
+            yield SourcePiece(run=run, first_row=first_row, make=make)
 
     def close(self) -> None:
         """Nothing is kept open between reads."""
 
 
-def _import_lance(location: str) -> ModuleType:
-    try:
-        return importlib.import_module("lance")
-    except ImportError as error:
-        msg = f"{shown(location)} is a Lance dataset: pip install 'vlmembed[lance]' (it is the package pylance)"
-        raise MissingExtraError(msg) from error
-
-
-def _open(location: str, first_row: int) -> tuple[Any, list[Fragment]]:
+def _open_newest(location: str, first_row: int) -> tuple[Any, list[Fragment]]:
     """A dataset and its parts, of which the first has its first row there."""
-    lance = _import_lance(location)
+    import_lance(location)
     if is_url(location) and not location.lower().startswith(("s3://", "gs://")):
         msg = f"{shown(location)}: Lance datasets are read from disks, s3:// and gs://: copy it to one of them"
         raise InputError(msg)
@@ -159,24 +127,17 @@ def _open(location: str, first_row: int) -> tuple[Any, list[Fragment]]:
         msg = f"{shown(location)}: Lance takes no options behind a URL: give them by the environment (AWS_ENDPOINT_URL)"
         raise InputError(msg)
     try:
-        dataset = lance.dataset(location, storage_options=storage_options(location))
+        dataset = open_dataset(location)
         fragments = []
         for content in dataset.get_fragments():
-            fragments.append(Fragment(content=content, first_row=first_row, num_rows=content.count_rows()))
+            number, num_rows = content.fragment_id, content.count_rows()
+            fragments.append(Fragment(number=number, first_row=first_row, num_rows=num_rows))
             first_row += fragments[-1].num_rows
     except DAMAGE as error:
-        reason = _first_line(error)
+        reason = first_line(error)
         msg = f"{shown(location)} cannot be read as a Lance dataset ({reason}): write it again, or leave it out"
         raise InputError(msg) from error
     return dataset, fragments
-
-
-def storage_options(location: str) -> dict[str, str] | None:
-    """What Lance does not take from the environment by itself: another server for ``s3://``, without TLS too."""
-    endpoint = s3_endpoint()
-    if not (endpoint and location.lower().startswith("s3://")):
-        return None
-    return {"aws_endpoint": endpoint, "allow_http": str(endpoint.startswith("http://")).lower()}
 
 
 def _as_bytes(field: pa.Field) -> pa.Field:
@@ -185,34 +146,3 @@ def _as_bytes(field: pa.Field) -> pa.Field:
     is_new = isinstance(kind, pa.BaseExtensionType) and kind.extension_name.startswith(BLOB_EXTENSION)
     is_old = BLOB_METADATA in (field.metadata or {})
     return pa.field(field.name, pa.large_binary(), field.nullable) if is_new or is_old else field.remove_metadata()
-
-
-def _batches(
-    table: LanceTable, fragment: Fragment, columns: Sequence[str], offset: int, num_rows: int
-) -> Iterator[pa.RecordBatch]:
-    """Yield so many rows of a fragment."""
-    scanner = table.dataset.scanner(
-        columns=list(columns),
-        fragments=[fragment.content],
-        offset=offset,
-        limit=num_rows,
-        batch_size=BATCH_ROWS,
-        batch_readahead=1,
-        fragment_readahead=1,
-        io_buffer_size=READ_BYTES,
-        scan_in_order=True,
-        blob_handling="all_binary",
-    )
-    yield from scanner.to_batches()
-
-
-def _run_length(rows: Sequence[int]) -> int:
-    """How many rows follow each other from the first on."""
-    if rows[-1] - rows[0] == len(rows) - 1:
-        return len(rows)
-    return next(number for number, row in enumerate(rows) if row != rows[0] + number)
-
-
-def _first_line(error: BaseException) -> str:
-    """Lance's messages end in places of its own source code."""
-    return str(error).split("\n", 1)[0].split(", /", 1)[0]

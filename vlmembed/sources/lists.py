@@ -9,6 +9,7 @@ import sys
 import zlib
 from collections import Counter
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from vlmembed.sources.ids import IdIndex, UniqueNames, escape_name
 from vlmembed.sources.list_formats import ListReader, is_list, list_format
 from vlmembed.sources.list_lines import looks_like_json
 from vlmembed.sources.locations import public_url, resolve, shown
+from vlmembed.sources.pieces import SourcePiece
 from vlmembed.sources.readahead import UnreadRow
 from vlmembed.sources.scratch import ListedRows
 from vlmembed.types import EncodedImage
@@ -28,7 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from vlmembed.sources.list_formats import Entry
+    from vlmembed.sources.pieces import Piece
     from vlmembed.sources.readahead import ReadAhead, Row
+    from vlmembed.sources.scratch import Numbered
 
 __all__ = ["ListSource", "is_list"]
 
@@ -37,6 +41,29 @@ STDIN = "-"
 _HEAD_BYTES = 64
 _IDS_AT_ONCE = 4096
 _DAMAGE = (OSError, EOFError, ValueError, zlib.error)
+
+
+class ListRows:
+    """Rows that lists have named."""
+
+    def __init__(self, reader: ReadAhead, *, records: Numbered, kept_schema: pa.Schema) -> None:
+        self._reader = reader
+        self._records = records
+        self._kept_schema = kept_schema
+
+    def read_rows(self, rows: Sequence[int]) -> Iterator[EncodedImage]:
+        """Read and fetch ahead, yield in order."""
+        return self._reader.read(self._rows(rows))
+
+    def _rows(self, rows: Sequence[int]) -> Iterator[Row]:
+        for row, (key, kept, code, text) in self._records.read(rows):
+            columns = None
+            if kept:
+                columns = pa.record_batch([pa.array([value], pa.string()) for value in kept], schema=self._kept_schema)
+            if code is None:
+                yield UnreadRow(row=row, key=key, path=text, columns=columns)
+            else:
+                yield EncodedImage(row=row, key=key, content=ImageError(FailureCode(code), text), columns=columns)
 
 
 class ListSource(ListedRows):
@@ -128,22 +155,18 @@ class ListSource(ListedRows):
         self._list(record, key=row_key, noted=[row_key, entry.kept, told])
 
     def read(self, start: int) -> Iterator[EncodedImage]:
-        """Read and fetch ahead, yield in order."""
+        """Yield the rows from `start` on."""
         return self.read_rows(range(start, self.num_rows))
 
     def read_rows(self, rows: Sequence[int]) -> Iterator[EncodedImage]:
         """Read only these."""
-        return self._reader.read(self._rows(rows))
+        return ListRows(self._reader, records=self._records, kept_schema=self.kept_schema).read_rows(rows)
 
-    def _rows(self, rows: Sequence[int]) -> Iterator[Row]:
-        for row, (key, kept, code, text) in self._records.read(rows):
-            columns = None
-            if kept:
-                columns = pa.record_batch([pa.array([value], pa.string()) for value in kept], schema=self.kept_schema)
-            if code is None:
-                yield UnreadRow(row=row, key=key, path=text, columns=columns)
-            else:
-                yield EncodedImage(row=row, key=key, content=ImageError(FailureCode(code), text), columns=columns)
+    def pieces(self, rows: range, size: int, first_row: int = 0) -> Iterator[Piece]:
+        """See `Divisible`."""
+        for run, records in self._cut(rows, size, first_row):
+            make = partial(ListRows, records=records, kept_schema=self.kept_schema)
+            yield SourcePiece(run=run, first_row=first_row, make=make)
 
 
 def _opened(name: str, reader: ReadAhead, stack: ExitStack) -> io.BufferedReader | gzip.GzipFile:

@@ -7,21 +7,24 @@ import json
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
-
-import pyarrow as pa
 
 from vlmembed.errors import FailureCode, ImageError, InputError
 from vlmembed.sources.base import rows_between
 from vlmembed.sources.files import DAMAGE
 from vlmembed.sources.locations import shown
+from vlmembed.sources.pieces import SourcePiece, cut, holding
 from vlmembed.sources.rowgroups import open_parquet
 from vlmembed.sources.tables import RowNames, TableColumns, check_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import pyarrow as pa
+
     from vlmembed.sources.files import FileStatus
+    from vlmembed.sources.pieces import Piece
     from vlmembed.sources.readahead import ReadAhead, Row
     from vlmembed.sources.rowgroups import OpenParquet
     from vlmembed.types import EncodedImage
@@ -41,74 +44,13 @@ class ParquetFile:
         return self.names.key
 
 
-class ParquetSource:
-    """Rows of Parquet files, streamed in small batches; memory does not grow with the number of rows.
+class ParquetRows:
+    """Rows of Parquet files that were listed."""
 
-    `files` are paths or URLs, each with its id; URLs are read through the reader's `remotes`. The first file says which
-    columns are read; the others must have them with the same types.
-    """
-
-    def __init__(
-        self,
-        files: Sequence[tuple[str, str]],
-        *,
-        reader: ReadAhead,
-        image_column: str | None,
-        id_column: str | None,
-        keep_columns: tuple[str, ...],
-    ) -> None:
-        self.skipped: Counter[str] = Counter()
-        self.num_rows = 0
+    def __init__(self, reader: ReadAhead, *, files: Sequence[ParquetFile], columns: TableColumns) -> None:
         self._reader = reader
-        self._files: list[ParquetFile] = []
-        self.kept_schema = pa.schema([])
-        digest, keys_digest = hashlib.sha256(), hashlib.sha256()
-        for path, key in files:
-            try:
-                with open_parquet(path, key, reader.remotes) as opened:
-                    if not self._files:
-                        self._columns = TableColumns.choose(
-                            opened.schema,
-                            key,
-                            image_column=image_column,
-                            id_column=id_column,
-                            keep_columns=keep_columns,
-                        )
-                        self.kept_schema = self._columns.kept_schema
-                    file = self._add(path, key, opened)
-            except DAMAGE as error:
-                msg = f"{shown(path)} cannot be read as Parquet ({error}): write it again, or leave it out"
-                raise InputError(msg) from error
-            status = file.status
-            digest.update(json.dumps([key, status.num_bytes, status.version, file.num_rows]).encode() + b"\n")
-            keys_digest.update(json.dumps([key, file.num_rows]).encode() + b"\n")
-        self.digest: str = digest.hexdigest()
-        self.keys_digest: str = keys_digest.hexdigest()
-        if id_column:
-            self.keys_digest = check_ids(id_column, ((file.key, self._ids(file)) for file in self._files))
-
-    def _add(self, path: str, key: str, opened: OpenParquet) -> ParquetFile:
-        self._columns.require_same(opened.schema, key)
-        file = ParquetFile(
-            names=RowNames(key=key, first_row=self.num_rows, location=path),
-            status=opened.status,
-            num_rows=sum(opened.group_rows),
-        )
-        self._files.append(file)
-        self.num_rows += file.num_rows
-        return file
-
-    def _ids(self, file: ParquetFile) -> Iterator[list[object]]:
-        identity = self._columns.identity
-        assert identity
-        with open_parquet(file.names.location, file.key, self._reader.remotes) as opened:
-            for group in range(len(opened.group_rows)):
-                for batch in opened.batches(group, [identity]):
-                    yield self._columns.column(batch, identity).to_pylist()
-
-    def read(self, start: int) -> Iterator[EncodedImage]:
-        """Yield rows; what a damaged row group no longer gives fails row by row as ``unreadable``."""
-        return self.read_rows(range(start, self.num_rows))
+        self._files = files
+        self._columns = columns
 
     def read_rows(self, rows: Sequence[int]) -> Iterator[EncodedImage]:
         """Yield these rows; row groups that hold none of them are not touched."""
@@ -173,5 +115,75 @@ class ParquetSource:
             yield first, batch
             first += batch.num_rows
 
+
+class ParquetSource(ParquetRows):
+    """Rows of Parquet files, streamed in small batches; memory does not grow with the number of rows.
+
+    `files` are paths or URLs, each with its id; URLs are read through the reader's `remotes`. The first file says which
+    columns are read; the others must have them with the same types.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[tuple[str, str]],
+        *,
+        reader: ReadAhead,
+        image_column: str | None,
+        id_column: str | None,
+        keep_columns: tuple[str, ...],
+    ) -> None:
+        self.skipped: Counter[str] = Counter()
+        self.num_rows = 0
+        listed: list[ParquetFile] = []
+        columns: TableColumns | None = None
+        digest, keys_digest = hashlib.sha256(), hashlib.sha256()
+        for path, key in files:
+            try:
+                with open_parquet(path, key, reader.remotes) as opened:
+                    columns = columns or TableColumns.choose(
+                        opened.schema, key, image_column=image_column, id_column=id_column, keep_columns=keep_columns
+                    )
+                    columns.require_same(opened.schema, key)
+                    file = _listed(path, key, opened, self.num_rows)
+            except DAMAGE as error:
+                msg = f"{shown(path)} cannot be read as Parquet ({error}): write it again, or leave it out"
+                raise InputError(msg) from error
+            listed.append(file)
+            self.num_rows += file.num_rows
+            status = file.status
+            digest.update(json.dumps([key, status.num_bytes, status.version, file.num_rows]).encode() + b"\n")
+            keys_digest.update(json.dumps([key, file.num_rows]).encode() + b"\n")
+        assert columns is not None, "a run has files"
+        super().__init__(reader, files=listed, columns=columns)
+        self.kept_schema = columns.kept_schema
+        self.digest: str = digest.hexdigest()
+        self.keys_digest: str = keys_digest.hexdigest()
+        if id_column:
+            self.keys_digest = check_ids(id_column, ((file.key, self._ids(file)) for file in self._files))
+
+    def _ids(self, file: ParquetFile) -> Iterator[list[object]]:
+        identity = self._columns.identity
+        assert identity
+        with open_parquet(file.names.location, file.key, self._reader.remotes) as opened:
+            for group in range(len(opened.group_rows)):
+                for batch in opened.batches(group, [identity]):
+                    yield self._columns.column(batch, identity).to_pylist()
+
+    def read(self, start: int) -> Iterator[EncodedImage]:
+        """Yield rows; what a damaged row group no longer gives fails row by row as ``unreadable``."""
+        return self.read_rows(range(start, self.num_rows))
+
+    def pieces(self, rows: range, size: int, first_row: int = 0) -> Iterator[Piece]:
+        """See `Divisible`."""
+        for run in cut(rows, size, first_row):
+            files = holding(self._files, run, lambda file: file.names.first_row)
+            make = partial(ParquetRows, files=files, columns=self._columns)
+            yield SourcePiece(run=run, first_row=first_row, make=make)
+
     def close(self) -> None:
         """Nothing is kept open between reads."""
+
+
+def _listed(path: str, key: str, opened: OpenParquet, first_row: int) -> ParquetFile:
+    names = RowNames(key=key, first_row=first_row, location=path)
+    return ParquetFile(names=names, status=opened.status, num_rows=sum(opened.group_rows))

@@ -6,12 +6,35 @@ import hashlib
 import json
 import tempfile
 from contextlib import contextmanager, suppress
-from typing import IO, TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from vlmembed.errors import StorageError
+from vlmembed.sources.pieces import cut
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
+
+
+class Numbered(Protocol):
+    """Values by their number."""
+
+    def read(self, rows: Sequence[int]) -> Iterator[tuple[int, Any]]:
+        """Yield the numbers, which ascend, with their values."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FewRecords:
+    """Some of the values of `Records`, in memory, from number `first_row` on."""
+
+    first_row: int
+    values: list[Any]
+
+    def read(self, rows: Sequence[int]) -> Iterator[tuple[int, Any]]:
+        """Yield the numbers with their values."""
+        for row in rows:
+            yield row, self.values[row - self.first_row]
 
 
 class Records:
@@ -51,6 +74,20 @@ class Records:
                 if (next_row := next(wanted, None)) is None:
                     return
 
+    def cut(self, runs: Iterable[range]) -> Iterator[FewRecords]:
+        """Yield the values of each run of numbers, in one pass. The runs ascend."""
+        next_row = position = 0
+        for run in runs:
+            self._file.seek(position)  # it may have been read from since
+            values = []
+            for row in range(next_row, run.stop):
+                line = self._file.readline()
+                position += len(line)  # it is ASCII
+                if row >= run.start:
+                    values.append(json.loads(line))
+            next_row = run.stop
+            yield FewRecords(first_row=run.start, values=values)
+
     def close(self) -> None:
         """Drop the file."""
         with suppress(OSError):  # what could not be written, where the disk is full
@@ -89,6 +126,11 @@ class ListedRows:
         self._note(noted)
         self._keys_hash.update(json.dumps(key).encode() + b"\n")
         self._records.add(record)
+
+    def _cut(self, rows: range, size: int, first_row: int) -> Iterator[tuple[range, FewRecords]]:
+        """The rows of each piece (see `Divisible`), and what is listed of them."""
+        records = self._records.cut(cut(rows, size, first_row))
+        return zip(cut(rows, size, first_row), records, strict=True)
 
     def close(self) -> None:
         """Drop the list."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlmembed.errors import InputError
 from vlmembed.shards import parse_shard, shard_text
+from vlmembed.sources.pieces import Countable, Divisible
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from vlmembed.sources.base import Source
+    from vlmembed.sources.pieces import Counted, CountPiece, Piece
     from vlmembed.types import EncodedImage
 
 
@@ -110,6 +112,20 @@ class ShardSource:
         if self.first_row is None:
             return self._source.read_rows(rows)
         return self._numbered(self._source.read_rows([self.first_row + row for row in rows]))
+
+    def pieces(self, rows: range, size: int, first_row: int = 0) -> Iterator[Piece]:
+        """See `Divisible`."""
+        assert isinstance(self._source, Divisible)
+        return self._source.pieces(rows, size, first_row - (self.first_row or 0))
+
+    def uncounted(self) -> list[CountPiece]:
+        """See `Countable`: of the shard's own files."""
+        return self._source.uncounted() if isinstance(self._source, Countable) else []
+
+    def counted(self, counts: Sequence[Counted]) -> None:
+        """See `Countable`."""
+        if isinstance(self._source, Countable):
+            self._source.counted(counts)
 
     def _numbered(self, images: Iterable[EncodedImage]) -> Iterator[EncodedImage]:
         for image in images:

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -27,6 +28,7 @@ from vlmembed.sources.archive import (
 )
 from vlmembed.sources.base import rows_between
 from vlmembed.sources.ids import UniqueNames, escape_name
+from vlmembed.sources.pieces import SourcePiece, holding
 from vlmembed.sources.scratch import ListedRows
 from vlmembed.sources.zipmembers import HEADER_BYTES, ZipMember
 from vlmembed.types import EncodedImage
@@ -34,9 +36,13 @@ from vlmembed.types import EncodedImage
 if TYPE_CHECKING:
     import io
     from collections.abc import Iterator, Sequence
+    from typing import Self
 
     from vlmembed.remote.remotes import Remotes
     from vlmembed.sources.archive import Archive
+    from vlmembed.sources.pieces import Piece
+    from vlmembed.sources.readahead import ReadAhead
+    from vlmembed.sources.scratch import Numbered
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +64,48 @@ _MODE_SHIFT = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _ListedZip:
+class ListedZip:
+    """A zip, and where its rows are."""
+
     archive: Archive
     first_row: int
     num_rows: int
+
+
+class ZipRows:
+    """Rows of zips that were listed: the fields of a `ZipMember` behind an id."""
+
+    def __init__(
+        self, *, zips: Sequence[ListedZip], records: Numbered, remotes: Remotes | None, max_file_bytes: int
+    ) -> None:
+        self._zips = zips
+        self._records = records
+        self._remotes = remotes
+        self._max_file_bytes = max_file_bytes
+
+    @classmethod
+    def of_reader(cls, reader: ReadAhead, *, zips: Sequence[ListedZip], records: Numbered) -> Self:
+        """With what a reader has."""
+        return cls(zips=zips, records=records, remotes=reader.remotes, max_file_bytes=reader.max_file_bytes)
+
+    def read_rows(self, rows: Sequence[int]) -> Iterator[EncodedImage]:
+        """Yield these rows; archives that hold none of them are not opened."""
+        records = self._records.read(rows)
+        for listed in self._zips:
+            wanted = rows_between(rows, listed.first_row, listed.num_rows)
+            if not wanted:
+                continue
+            with ExitStack() as stack:
+                try:
+                    file: io.BufferedReader | ImageError
+                    file = stack.enter_context(open_archive(listed.archive, self._remotes))
+                except ImageError as error:
+                    logger.error("%s: %s", listed.archive.key, error)  # noqa: TRY400  no bug, so no traceback
+                    file = error
+                for _, (row, (key, *values)) in zip(wanted, records, strict=False):  # each takes what is its own
+                    member = ZipMember(**dict(zip(_MEMBER_FIELDS, values, strict=True)))
+                    content = file if isinstance(file, ImageError) else member.read(file, self._max_file_bytes)
+                    yield EncodedImage(row=row, key=key, content=content)
 
 
 class ZipSource(ListedRows):
@@ -80,7 +124,7 @@ class ZipSource(ListedRows):
         self.kept_schema = pa.schema([])
         self._remotes = remotes
         self._max_file_bytes = max_file_bytes
-        self._zips: list[_ListedZip] = []
+        self._zips: list[ListedZip] = []
         with ExitStack() as stack:
             stack.callback(self.close)
             for archive in list_archives(files, remotes):
@@ -101,7 +145,7 @@ class ZipSource(ListedRows):
         except (ImageError, *_DIRECTORY_ERRORS) as error:
             msg = f"{archive.key!r} cannot be read as a zip ({error}): write it again, or leave it out"
             raise InputError(msg) from error
-        self._zips.append(_ListedZip(archive=archive, first_row=first_row, num_rows=self.num_rows - first_row))
+        self._zips.append(ListedZip(archive=archive, first_row=first_row, num_rows=self.num_rows - first_row))
 
     def _add_row(self, key: str, member: ZipMember) -> None:
         record = [key, *astuple(member)]
@@ -113,22 +157,17 @@ class ZipSource(ListedRows):
 
     def read_rows(self, rows: Sequence[int]) -> Iterator[EncodedImage]:
         """Yield these rows; archives that hold none of them are not opened."""
-        records = self._records.read(rows)
-        for listed in self._zips:
-            wanted = rows_between(rows, listed.first_row, listed.num_rows)
-            if not wanted:
-                continue
-            with ExitStack() as stack:
-                try:
-                    file: io.BufferedReader | ImageError
-                    file = stack.enter_context(open_archive(listed.archive, self._remotes))
-                except ImageError as error:
-                    logger.error("%s: %s", listed.archive.key, error)  # noqa: TRY400  no bug, so no traceback
-                    file = error
-                for _, (row, (key, *values)) in zip(wanted, records, strict=False):  # each takes what is its own
-                    member = ZipMember(**dict(zip(_MEMBER_FIELDS, values, strict=True)))
-                    content = file if isinstance(file, ImageError) else member.read(file, self._max_file_bytes)
-                    yield EncodedImage(row=row, key=key, content=content)
+        zips = ZipRows(
+            zips=self._zips, records=self._records, remotes=self._remotes, max_file_bytes=self._max_file_bytes
+        )
+        return zips.read_rows(rows)
+
+    def pieces(self, rows: range, size: int, first_row: int = 0) -> Iterator[Piece]:
+        """See `Divisible`."""
+        for run, records in self._cut(rows, size, first_row):
+            zips = holding(self._zips, run, lambda listed: listed.first_row)
+            make = partial(ZipRows.of_reader, zips=zips, records=records)
+            yield SourcePiece(run=run, first_row=first_row, make=make)
 
 
 def _is_picture(file: io.BufferedReader, name: str, member: ZipMember) -> bool:

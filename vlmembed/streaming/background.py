@@ -156,7 +156,7 @@ class BackgroundRun:
         max_rows = num_recent(max_row_bytes(plan.vectors, plan.rule), config.rows_per_part)
         stack.enter_context(own_pillow_settings(config.max_source_pixels))
         known = stack.enter_context(Known(config, plan.facts["fingerprint"], plan.vectors, Path()))
-        decoders = stack.enter_context(decoders_of(plan, None))
+        decoders = stack.enter_context(decoders_of(config, plan.rule))
 
         def deliver(part: StreamedPart) -> None:
             with self._clock.measure("hand over"):

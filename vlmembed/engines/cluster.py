@@ -1,0 +1,147 @@
+"""The way to a Ray cluster: connected, looked at, and left; and what its errors mean."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import ray
+import ray.data
+from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from vlmembed.engines.sizing import Node
+from vlmembed.engines.tasks import check_machine
+from vlmembed.errors import ClusterError, StoppedError, VlmembedError
+from vlmembed.provenance import versions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vlmembed.config import EncodeConfig
+
+logger = logging.getLogger(__name__)
+
+CHECK_SECONDS = 120.0
+"""How long a node may take to start a process and say that it can take part."""
+
+
+@contextmanager
+def connected(address: str | None) -> Iterator[None]:
+    """Connected to the cluster at `address`, or that RAY_ADDRESS names; else to a Ray that runs on this machine, or one
+    that is started here for as long as the block runs. A connection that is there already is used, and kept.
+
+    Raises:
+        ClusterError: there is none.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a run tells nobody of itself
+    if ray.is_initialized():
+        yield
+        return
+    verbose = logging.getLogger().isEnabledFor(logging.INFO)
+    level = logging.INFO if verbose else logging.ERROR
+    given = address or os.environ.get("RAY_ADDRESS")
+    logging.getLogger("ray.data").setLevel(level)
+    try:
+        ray.init(address=given or "auto", logging_level=level)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        if given and given != "local":
+            msg = (
+                f"there is no Ray cluster at {given} ({_first_line(error)}): start one with `ray start --head`, and "
+                "name its HOST:PORT; or leave --ray-address out to start one on this machine"
+            )
+            raise ClusterError(msg) from error
+        ray.init(address="local", include_dashboard=False, logging_level=level)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def machines() -> list[Node]:
+    """The nodes that are alive."""
+    resources = [node["Resources"] for node in _alive()]
+    return [Node(num_cpus=each.get("CPU", 0.0), num_gpus=each.get("GPU", 0.0)) for each in resources]
+
+
+def check_machines(config: EncodeConfig, folder: Path) -> None:
+    """Let every node say whether it can take part. (One that joins later says so with its first task.)
+
+    Raises:
+        ClusterError: one cannot.
+    """
+    look: Any = ray.remote(num_cpus=0, max_retries=0)(check_machine)
+    asked = {}
+    for node in _alive():
+        there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        answer = look.options(scheduling_strategy=there).remote(config, str(Path.cwd()), folder, versions())
+        asked[answer] = node["NodeManagerHostname"]
+    ready, late = ray.wait(list(asked), num_returns=len(asked), timeout=CHECK_SECONDS)
+    for answer in ready:
+        try:
+            problem = ray.get(answer)
+        except RayError as error:
+            msg = (
+                f"node {asked[answer]} cannot take part ({_first_line(own_error(error))}): all nodes need this version "
+                "of vlmembed, with its extra: pip install 'vlmembed[ray]'"
+            )
+            raise ClusterError(msg) from error
+        if problem is not None:
+            raise problem
+    if late:
+        msg = f"node {asked[late[0]]} did not say within {CHECK_SECONDS:g} s that it can take part: look after it"
+        raise ClusterError(msg)
+
+
+@contextmanager
+def quiet_data(block_bytes: int) -> Iterator[None]:
+    """Ray Data with blocks of about so many bytes, and without bars of its own, while the block runs."""
+    context = ray.data.DataContext.get_current().copy()
+    context.target_max_block_size = block_bytes
+    context.enable_progress_bars = False
+    with ray.data.DataContext.current(context):
+        yield
+
+
+def own_error(error: BaseException) -> BaseException:
+    """What was raised on purpose somewhere in the cluster, out of what Ray has wrapped it in; else `error`."""
+    seen: list[BaseException] = []
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        each = waiting.pop()
+        if each is None or any(each is other for other in seen):
+            continue
+        if isinstance(each, VlmembedError) and not isinstance(each, (RayTaskError, StoppedError)):
+            return each
+        seen.append(each)
+        waiting += [each.__context__, each.__cause__, getattr(each, "cause", None)]
+    return error
+
+
+def raise_own(error: Exception) -> NoReturn:
+    """Raise what an error of the cluster means.
+
+    Raises:
+        VlmembedError: what was raised on purpose; else a ClusterError.
+    """
+    found = own_error(error)
+    if isinstance(found, VlmembedError):
+        raise found from error
+    msg = (
+        f"the cluster could not go on ({_first_line(error)}). What was committed is kept, and the same command goes on "
+        "from there; should a task die again and again, a picture may crash its decoder: --decode processes outlives "
+        "that"
+    )
+    raise ClusterError(msg) from error
+
+
+def _alive() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line for line in str(error).strip().split("\n") if line.strip()]
+    return f"{type(error).__name__}: {lines[-1][:300]}" if lines else type(error).__name__
