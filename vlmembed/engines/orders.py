@@ -93,7 +93,7 @@ def check_inputs(inputs: Sequence[str | os.PathLike[str]]) -> None:
     """Raises:
     ClusterError: this machine does not see an input that the run has listed.
     """
-    for name in map(os.fspath, inputs):
+    for name in (os.fspath(each) for each in inputs):
         if is_url(name) or name == "-" or set(name) & set("*?["):
             continue
         if not Path(name).exists():

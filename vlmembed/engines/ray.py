@@ -21,6 +21,7 @@ import ray.data
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from vlmembed.engines.attempts import clear_attempts
 from vlmembed.engines.base import Outcome
 from vlmembed.engines.cluster import check_machines, connected, machines, quiet_data, raise_own
 from vlmembed.engines.clusterwork import ClusterWork
@@ -69,7 +70,8 @@ BLOCK_BYTES = 32 * 2**20
 """What a block of packs is filled to: what travels at a time, and what a tower gets at once."""
 
 MAX_TRIES = 4
-"""How often a task is started again whose process or machine went away: one that takes its process along must end."""
+"""How often a part is written again, and the cache opened, when a process or machine went away. (Feeding tasks have
+three tries of Ray's own, towers those of `vlmembed.engines.attempts`.)"""
 
 WRITES_PER_NODE = 2
 
@@ -118,6 +120,7 @@ class RayEngine:
         try:
             check_machines(plan.config, plan.paths.partial)
             with quiet_data(BLOCK_BYTES), ExitStack() as stack:
+                clear_attempts(plan.paths.partial)
                 self._count(plan, source)
                 _check_last(plan, store)
                 order = _order(plan, source.num_rows)
@@ -204,11 +207,10 @@ class RayEngine:
         pool = self._pool
         encoded = fed.map_batches(
             Tower,
-            fn_constructor_args=(self.site.order, self.site.weights_sha256, str(Path.cwd())),
+            fn_constructor_args=(self.site.order, self.site.weights_sha256, order.working_folder, order.folder),
             compute=ray.data.ActorPoolStrategy(min_size=pool.min_size, max_size=pool.max_size),
             num_gpus=pool.num_gpus,
-            max_task_retries=MAX_TRIES,
-            **_per_block(num_cpus=pool.num_cpus, retries=False),
+            **_per_block(num_cpus=pool.num_cpus),
         )
         return _blocks(encoded)
 
@@ -218,10 +220,9 @@ def _dataset(items: Iterable[Any]) -> ray.data.Dataset:
     return ray.data.from_arrow_refs([ray.put(block) for block in packed(items)])
 
 
-def _per_block(*, num_cpus: float | None, retries: bool = True) -> dict[str, Any]:
+def _per_block(*, num_cpus: float | None) -> dict[str, Any]:
     """How stages are mapped: whole blocks, as Arrow tables."""
-    tries = {"max_retries": MAX_TRIES} if retries else {}
-    return {"batch_size": None, "batch_format": "pyarrow", "num_cpus": num_cpus, **tries}
+    return {"batch_size": None, "batch_format": "pyarrow", "num_cpus": num_cpus}
 
 
 def _blocks(data: ray.data.Dataset) -> Iterator[pa.Table]:

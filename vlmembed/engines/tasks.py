@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import platform
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -20,6 +19,7 @@ from vlmembed.sources import count_piece
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from vlmembed.config import EncodeConfig
     from vlmembed.engines.orders import RunOrder

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from vlmembed.engines.attempts import attempt
 from vlmembed.engines.blocks import Kind, open_pack, results_row
+from vlmembed.engines.orders import go_to
 from vlmembed.errors import ModelError
 from vlmembed.site import Here
 from vlmembed.types import Failure
@@ -16,6 +17,7 @@ from vlmembed.worker import load
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from vlmembed.exchange import LoadOrder
     from vlmembed.tuning import Settled
@@ -27,7 +29,7 @@ class Scout(Here):
 
     def settle(self, order: LoadOrder, working_folder: str) -> Settled:
         """Load the model, and decide what is left to decide. Raises as `vlmembed.tuning.load_encoder`."""
-        os.chdir(working_folder)
+        go_to(working_folder)
         (device,) = self.devices(order.device)[:1]
         self.check(order.config, device)
         encoder, settled = load(order)
@@ -38,13 +40,14 @@ class Scout(Here):
 class Tower:
     """Encodes the packs among the rows of a block; what else there is passes through."""
 
-    def __init__(self, order: LoadOrder, weights_sha256: str, working_folder: str) -> None:
-        """Load what the run has ordered.
+    def __init__(self, order: LoadOrder, weights_sha256: str, working_folder: str, folder: Path) -> None:
+        """Load what the run has ordered; `folder` has its parts.
 
         Raises:
             ModelError: the weights are not those that the run has begun with.
         """
-        os.chdir(working_folder)
+        go_to(working_folder)
+        self._folder = folder
         self._encoder, settled = load(order)
         if settled.model["weights_sha256"] != weights_sha256:
             msg = (
@@ -57,10 +60,16 @@ class Tower:
         """What became of the packs of a block, in their places."""
         is_pack = [kind == Kind.PACK for kind in block["kind"].to_pylist()]
         packs, others = block.filter(is_pack), block.filter([not each for each in is_pack])
+        if not packs.num_rows:
+            return block
+        with attempt(self._folder, packs["part"][0].as_py(), packs["place"][0].as_py()):
+            return pa.concat_tables([self._results(packs), others])
+
+    def _results(self, packs: pa.Table) -> pa.Table:
         began, splits_before = time.perf_counter(), self._encoder.num_splits
         results = self._encode(packs)
         seconds, num_splits = time.perf_counter() - began, self._encoder.num_splits - splits_before
-        rows = [
+        return pa.concat_tables(
             results_row(
                 packs["part"][number].as_py(),
                 packs["place"][number].as_py(),
@@ -69,8 +78,7 @@ class Tower:
                 num_splits=0 if number else num_splits,
             )
             for number, of_pack in enumerate(results)
-        ]
-        return pa.concat_tables([*rows, others])
+        )
 
     def _encode(self, packs: pa.Table) -> list[list[EmbeddingBatch | Failure]]:
         """What became of each pack: one result, or several where it did not fit into memory whole."""
