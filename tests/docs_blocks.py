@@ -26,6 +26,13 @@ NOT_RUN_HERE = {
     "pip install . onnx": "sets up an environment; `make demo` installs the same",
     "pip install openvino": "is in the environment already, as its extra brings it",
     "make bench-gpu": "needs a GPU",
+    "pip install 'vlmembed[ray]'": "is in the environment already, as its extra brings it",
+    "vlmembed encode photos out/photos/ --engine ray": "starts a cluster, as test_ray.py does",
+    "vlmembed encode photos out/photos/ --ray-address HOST:6379": "needs a cluster at a fixed address",
+    'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)': "needs Slurm",
+    "export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300": "needs Slurm",
+    'srun ray symmetric-run --address "$head:6379" --min-nodes "$SLURM_JOB_NUM_NODES" '
+    '--num-cpus "$SLURM_CPUS_PER_TASK" -- vlmembed run pipelines/cluster.toml': "needs Slurm",
 }
 """Whole lines that a page may show without their being run by it, and why. Of another kind are only `make run` and
 `make reproduce`, with their variables: test_recipes.py runs them."""

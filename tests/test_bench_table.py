@@ -208,3 +208,40 @@ def test_the_floors_of_the_peers_are_of_the_faster_runtime_round_by_round(monkey
     ]
     assert [entry["stretch"] for entry in found].count(True) == 1
     assert [entry["figure"] for entry in found if "cosine" in entry["what"]] == ["0.9999", "0.5"]
+
+
+def test_the_engine_for_clusters_is_held_to_the_faster_of_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    ray_peers = importlib.import_module("ray_peers")
+    titles = [contest.title for contest in ray_peers.ray_contests("fp32", ("torch", "openvino"), 2, 32)]
+    assert titles == ["vlmembed on Ray, torch", "vlmembed on Ray, openvino", "Daft", "Ray Data"]
+    rounds = dict(
+        zip(titles, (answers([2.0, 2.0]), answers([1.0, 2.0]), answers([2.0, 2.0]), answers([1.0, 2.5])), strict=True)
+    )
+    entry = ray_peers.peer_floor(rounds, "fp32")
+    assert entry["what"] == (
+        "images/s in the steady state, vlmembed on Ray, openvino, fp32 / Ray Data, which is faster than Daft"
+    )
+    assert (entry["floor"], entry["value"], entry["met"]) == ("ray", pytest.approx((1 + 1.25) / 2), True)
+    del rounds["Daft"]
+    entry = ray_peers.peer_floor(rounds, "fp32")
+    assert (entry["value"], entry["met"], entry["limit"]) == (None, False, ">= 1")
+
+
+def test_floors_of_the_engine_for_clusters_are_in_the_table_once_they_are_measured(
+    tmp_path: Path,
+    floors: Any,  # noqa: ANN401  a module
+    table: Any,  # noqa: ANN401  a module
+) -> None:
+    assert "ray_engine" not in {line.source for line in table.collect(tmp_path)[0]}
+    write(tmp_path, "ray_engine", [floors.floor("ray", "ray / local", [1.2], at_most=1.3)])
+    lines, files = table.collect(tmp_path)
+    assert ["ray", "ray / local", "<= 1.3", "1.2", "met", "`ray_engine.json`"] in rows(table.render(lines, files))
+
+
+def test_repeated_rows_of_the_made_up_hashes_come_behind_their_first_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    shown = importlib.import_module("row_contents").contents(range(1000)).tolist()
+    repeated = [row for row, content in enumerate(shown) if content != row]
+    assert repeated == list(range(4, 1000, 5))
+    assert all(shown[row] < row and shown[shown[row]] == shown[row] for row in repeated)

@@ -11,6 +11,7 @@ import tomllib
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import yaml
 from click.testing import CliRunner
 from conftest import ROOT
 from docs_blocks import NOT_RUN_HERE, Block, blocks, commands, differing_lines, run_command, run_python
@@ -109,6 +110,8 @@ def test_what_is_not_run_is_no_command(name: str) -> None:
         elif block.tag == "json":
             for line in block.text.splitlines() if block.text.count("\n{") else [block.text]:
                 json.loads(line)
+        elif block.tag == "yaml":
+            assert yaml.safe_load(block.text), where
         elif not block.tag:
             for line in block.text.splitlines():
                 assert not re.match(r"\s*(vlmembed |\$ |import |from \S+ import |make |pip )", line), f"{where}: {line}"

@@ -45,12 +45,14 @@ class Expected:
     Attributes:
         model_type: of the tiny random model that takes the place of the recipe's.
         output: as it names it. num_rows: in it. columns: among its columns.
+        sets: settings that are changed too, since this machine has not what they ask for.
     """
 
     model_type: str
     output: str
     num_rows: int
     columns: tuple[str, ...] = ("embedding",)
+    sets: tuple[str, ...] = ()
 
 
 EXPECTED = {
@@ -63,6 +65,13 @@ EXPECTED = {
     "vlm_tokens": Expected(model_type="qwen3_vl", output="out/tokens/", num_rows=8, columns=("tokens", "deepstack_0")),
     "siglip2_index": Expected(model_type="siglip", output="out/siglip2.parquet", num_rows=8),
     "nightly": Expected(model_type="dinov2", output="out/nightly.parquet", num_rows=6),
+    "cluster": Expected(
+        model_type="dinov2",
+        output="out/cluster/",
+        num_rows=6,
+        columns=("embedding", "caption"),
+        sets=("engine=local", "device=", "towers=", "tower-gpus="),  # as it says itself; test_ray.py has a cluster
+    ),
 }
 
 
@@ -95,9 +104,10 @@ def here(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def s3(files: Path) -> Iterator[str]:
-    """An S3 server with the shards."""
+    """An S3 server with the shards and the Parquet file."""
     with s3_server() as endpoint:
-        put_s3(endpoint, {f"bucket/shards/{path.name}": path.read_bytes() for path in (files / "shards").iterdir()})
+        found = [path for folder in ("shards", "data") for path in (files / folder).iterdir()]
+        put_s3(endpoint, {f"bucket/{path.relative_to(files).as_posix()}": path.read_bytes() for path in found})
         yield endpoint
 
 
@@ -118,12 +128,13 @@ def test_every_recipe_has_a_test() -> None:
 def test_a_recipe_runs_on_small_data(
     name: str, here: Path, models: Path, s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing but the model is changed."""
+    """Nothing but the model is changed, and what needs a cluster."""
     assert here == Path.cwd()
     use_s3(s3, monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(here / "cache"))
     expected = EXPECTED[name]
-    shown = call("run", str(PIPELINES / f"{name}.toml"), "--set", f"model={models / expected.model_type}")
+    words = ["run", str(PIPELINES / f"{name}.toml"), "--set", f"model={models / expected.model_type}"]
+    shown = call(*words, *(word for each in expected.sets for word in ("--set", each)))
     assert shown.exit_code == 0, shown.output or shown.exception
     with local_copy(expected.output) as path:
         output = FinishedOutput.open(path)

@@ -103,7 +103,8 @@ def stream(inputs: EncodeConfig | Name | Sequence[Name], **settings: Any) -> Str
     While a stream is open, Pillow's global limits are the run's: truncated files fail, `max_source_pixels` counts.
 
     Nothing is written but to `cache`, where one is asked for, and the list of the inputs that some sources keep in the
-    temporary folder. Settings about files (`format`, `overwrite`, `work_dir`, `retry_failed`, `reuse`) are refused.
+    temporary folder. Settings about files (`format`, `overwrite`, `work_dir`, `retry_failed`, `reuse`) and
+    a cluster (`engine`) are refused.
 
     Raises:
         ConfigError: an unknown setting, a value that cannot be, or a setting about files. InputError: an input must be

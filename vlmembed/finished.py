@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from vlmembed.errors import InputError
 from vlmembed.lance_output import LanceRows
 from vlmembed.output import LANCE, SUCCESS, errors_beside, is_folder_output, need_lance, partial_beside
+from vlmembed.partfiles import in_order
 from vlmembed.schema import VECTORS, read_provenance, read_success
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class FinishedOutput:
             msg = f"{path} is a folder without {SUCCESS}: not finished, or no output of vlmembed"
             raise InputError(msg)
         provenance = read_success(path / SUCCESS) if is_folder else None
-        files = tuple(sorted(path.glob("part-*.parquet"))) if is_folder else (path,)
+        files = tuple(sorted(path.glob("part-*.parquet"), key=in_order)) if is_folder else (path,)
         if not files:
             msg = f"{path} holds no rows: it has {SUCCESS}, and no part-*.parquet; name an output with embeddings"
             raise InputError(msg)

@@ -98,6 +98,11 @@ def errors_name(number: int) -> str:
     return f"part-{number:06d}.errors.parquet"
 
 
+def in_order(path: Path) -> tuple[int, str]:
+    """A key that sorts the files of parts by their numbers, which may have more digits than six."""
+    return len(path.name), path.name
+
+
 def note_name(number: int) -> str:
     """File name of a part's record, where another process than the run's own has written the part."""
     return f"part-{number:06d}.json"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
-from vlmembed.config import WHOLE_NUMBERS, EncodeConfig, setting_name
+from vlmembed.config import OF_THE_ENGINE, WHOLE_NUMBERS, EncodeConfig, setting_name
 from vlmembed.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -126,6 +126,8 @@ def _check(name: str, value: Any, where: str) -> Any:  # noqa: ANN401  what TOML
         msg = f"{where}: {_flag(name)} is {value!r}; it is a list: {_flag(name)} = [{json.dumps(value)}]"
         raise ConfigError(msg)
     alone = {"inputs": ["any"], "output": "any.lance" if value == "lance" else "", name: value}
+    if name in OF_THE_ENGINE:
+        alone = {"engine": "ray", **alone}
     try:
         EncodeConfig.from_dict(alone)
     except ConfigError as error:

@@ -59,7 +59,11 @@ class RemoteTokens:
                 if f"{place}/{SUCCESS}" not in names:
                     msg = f"{shown_url(url)} is a folder without {SUCCESS}: not finished, or no output of vlmembed"
                     raise InputError(msg)
-                files = tuple(names[name] for name in sorted(names) if name.startswith(f"{place}/part-"))
+                files = tuple(
+                    names[name]
+                    for name in sorted(names, key=lambda name: (len(name), name))
+                    if name.startswith(f"{place}/part-")
+                )
             else:
                 files = (url,)
             with _opened(files[0], remotes) as rows:

@@ -87,7 +87,12 @@ class RayData:
     def run(self, paths: Sequence[str], way: Mapping[str, Any]) -> tuple[dict[str, Any], np.ndarray]:
         """Seconds in the steady state, and the vectors."""
         began = time.time()
-        ray.init(num_cpus=self._settings["threads"], include_dashboard=False, logging_level=logging.ERROR)
+        ray.init(
+            address="local",  # not one that happens to run here
+            num_cpus=self._settings["threads"],
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+        )
         try:
             with tempfile.TemporaryDirectory() as name:
                 marker = Path(name) / "ready"

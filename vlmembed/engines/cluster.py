@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import socket
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ANSWER_SECONDS = 10.0
+"""How long the head of a cluster may take to answer at all."""
+
 CHECK_SECONDS = 120.0
 """How long a node may take to start a process and say that it can take part."""
 
@@ -45,20 +50,39 @@ def connected(address: str | None) -> Iterator[None]:
     level = logging.INFO if verbose else logging.ERROR
     given = address or os.environ.get("RAY_ADDRESS")
     logging.getLogger("ray.data").setLevel(level)
+    _check_answers(given)
     try:
         ray.init(address=given or "auto", logging_level=level)
     except (ConnectionError, ValueError, RuntimeError) as error:
         if given and given != "local":
-            msg = (
-                f"there is no Ray cluster at {given} ({_first_line(error)}): start one with `ray start --head`, and "
-                "name its HOST:PORT; or leave --ray-address out to start one on this machine"
-            )
-            raise ClusterError(msg) from error
+            raise ClusterError(_no_cluster(given, error)) from error
         ray.init(address="local", include_dashboard=False, logging_level=level)
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _check_answers(address: str | None) -> None:
+    """Ray itself waits for minutes where nobody answers.
+
+    Raises:
+        ClusterError: nobody does.
+    """
+    match = re.fullmatch(r"(?:ray://)?\[?([^\[\]/]+)\]?:(\d+)", address or "")
+    if match is None:
+        return
+    try:
+        socket.create_connection((match[1], int(match[2])), timeout=ANSWER_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ClusterError(_no_cluster(address, error)) from error
+
+
+def _no_cluster(address: str | None, error: Exception) -> str:
+    return (
+        f"there is no Ray cluster at {address} ({_first_line(error)}): start one with `ray start --head`, and name its "
+        "HOST:PORT; or leave --ray-address out to start one on this machine"
+    )
 
 
 def machines() -> list[Node]:

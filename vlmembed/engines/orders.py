@@ -6,6 +6,7 @@ import os
 import platform
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,6 @@ from vlmembed.partfiles import PartFiles
 from vlmembed.remote.urls import is_url
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import pyarrow as pa
 
     from vlmembed.config import EncodeConfig
@@ -65,7 +64,7 @@ class RunOrder:
             ClusterError: the machine does not see the inputs, which would fail row by row.
         """
         go_to(self.working_folder)
-        check_inputs(self.config.inputs)
+        check_inputs(tuple(self.config.inputs))
 
     def files(self) -> PartFiles:
         """The parts' files.
@@ -89,12 +88,15 @@ def go_to(working_folder: str) -> None:
         os.chdir(working_folder)
 
 
-def check_inputs(inputs: Sequence[str | os.PathLike[str]]) -> None:
-    """Raises:
-    ClusterError: this machine does not see an input that the run has listed.
+@cache
+def check_inputs(inputs: tuple[str | os.PathLike[str], ...]) -> None:
+    """Look once in each process.
+
+    Raises:
+        ClusterError: this machine does not see an input that the run has listed.
     """
     for name in (os.fspath(each) for each in inputs):
-        if is_url(name) or name == "-" or set(name) & set("*?["):
+        if is_url(name) or name == "-" or set(name) & set("*?[{"):
             continue
         if not Path(name).exists():
             msg = (

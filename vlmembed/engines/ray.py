@@ -69,6 +69,10 @@ logger = logging.getLogger(__name__)
 BLOCK_BYTES = 32 * 2**20
 """What a block of packs is filled to: what travels at a time, and what a tower gets at once."""
 
+FEED_BYTES = 2**29
+"""Memory that is held for a feeding task. That it differs from what a tower asks for also keeps Ray Data from joining
+both in the tower's process, where feeding and encoding would take turns."""
+
 MAX_TRIES = 4
 """How often a part is written again, and the cache opened, when a process or machine went away. (Feeding tasks have
 three tries of Ray's own, towers those of `vlmembed.engines.attempts`.)"""
@@ -174,20 +178,8 @@ class RayEngine:
         hashed = _dataset(pieces).map_batches(
             partial(hash_task, order, buckets), **_per_block(num_cpus=order.config.workers)
         )
-        repeated = hashed.groupby("bucket", num_partitions=buckets).map_groups(
-            partial(repeated_task, STRETCH_ROWS), batch_format="pyarrow"
-        )
-        num_stretches = -(-order.num_rows // STRETCH_ROWS)
-        written = repeated.groupby("stretch", num_partitions=min(num_stretches, buckets)).map_groups(
-            partial(stretch_task, order.folder), batch_format="pyarrow"
-        )
-        stretches, num_repeated = [], 0
-        for block in _blocks(written):
-            stretches += block["stretch"].to_pylist()
-            num_repeated += sum(block["num_repeated"].to_pylist())
-        found = FirstsIndex(stretch_rows=STRETCH_ROWS, stretches=sorted(stretches), num_repeated=num_repeated)
-        write_index(order.folder, found)
-        logger.info("%d rows, %d of them are duplicates", order.num_rows, num_repeated)
+        found = write_repeated(hashed, order.folder, num_rows=order.num_rows, buckets=buckets)
+        logger.info("%d rows, %d of them are duplicates", order.num_rows, found.num_repeated)
         return found
 
     def _results(
@@ -203,7 +195,8 @@ class RayEngine:
         if (first := next(pieces, None)) is None:
             return iter(())
         parts = _dataset(chain([first], pieces))
-        fed = parts.map_batches(partial(feed_task, order, known), **_per_block(num_cpus=order.config.workers))
+        task = partial(feed_task, order, known)
+        fed = parts.map_batches(task, **_per_block(num_cpus=order.config.workers, memory=FEED_BYTES))
         pool = self._pool
         encoded = fed.map_batches(
             Tower,
@@ -220,9 +213,27 @@ def _dataset(items: Iterable[Any]) -> ray.data.Dataset:
     return ray.data.from_arrow_refs([ray.put(block) for block in packed(items)])
 
 
-def _per_block(*, num_cpus: float | None) -> dict[str, Any]:
+def write_repeated(hashed: ray.data.Dataset, folder: Path, *, num_rows: int, buckets: int) -> FirstsIndex:
+    """Aggregate the tables of `hash_piece` over so many rows by hash; what is repeated is written to `folder`."""
+    repeated = hashed.groupby("bucket", num_partitions=buckets).map_groups(
+        partial(repeated_task, STRETCH_ROWS), batch_format="pyarrow"
+    )
+    num_stretches = -(-num_rows // STRETCH_ROWS)
+    written = repeated.groupby("stretch", num_partitions=min(num_stretches, buckets)).map_groups(
+        partial(stretch_task, folder), batch_format="pyarrow"
+    )
+    stretches, num_repeated = [], 0
+    for block in _blocks(written):
+        stretches += block["stretch"].to_pylist()
+        num_repeated += sum(block["num_repeated"].to_pylist())
+    found = FirstsIndex(stretch_rows=STRETCH_ROWS, stretches=sorted(stretches), num_repeated=num_repeated)
+    write_index(folder, found)
+    return found
+
+
+def _per_block(*, num_cpus: float | None, memory: int | None = None) -> dict[str, Any]:
     """How stages are mapped: whole blocks, as Arrow tables."""
-    return {"batch_size": None, "batch_format": "pyarrow", "num_cpus": num_cpus}
+    return {"batch_size": None, "batch_format": "pyarrow", "num_cpus": num_cpus, "memory": memory}
 
 
 def _blocks(data: ray.data.Dataset) -> Iterator[pa.Table]:

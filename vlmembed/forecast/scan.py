@@ -237,6 +237,8 @@ class _Scan:
             yield "duplicates: every row counts as a picture of its own (--hash finds those with the same bytes)"
         elif is_hashed and self.plan.config.dedup == "pixels":
             yield "duplicates that have the same pixels in other bytes, which only decoding finds"
+        if self.plan.config.on_ray:
+            yield "a cluster: the time is this machine's, alone"
 
     def timed(self, forecast: Forecast, timings: Timings, size: OutputSize) -> Forecast:
         """With the time, as it follows from a trial; without, where the trial has encoded nothing."""

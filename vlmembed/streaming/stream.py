@@ -27,6 +27,8 @@ _NOT_FOR_STREAMS = {
     "overwrite": "a stream writes nothing that could be replaced: leave it out",
     "work_dir": "a stream has no parts on disk: leave it out",
     "retry_failed": f"a stream knows no earlier output: leave it out, {_ENCODE}",
+    "engine": f"a stream comes from this machine: leave it out, {_ENCODE}",
+    "ray_address": f"a stream comes from this machine: leave it out, {_ENCODE}",
     "reuse": f"earlier outputs are looked up in an index on disk: use cache, {_ENCODE}",
 }
 
