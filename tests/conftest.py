@@ -30,7 +30,7 @@ SAMPLES = ROOT / "sample_data" / "images"
 
 LONG = {
     *("families", "towers", "end_to_end", "workers", "recipes", "crash", "semantic", "docs"),
-    *("pipeline", "resize", "fuzz", "hub", "api"),
+    *("pipeline", "resize", "fuzz", "hub", "api", "ray"),
 }
 """Files that take twenty seconds or more."""
 

@@ -1111,9 +1111,7 @@ def test_packs_that_take_their_tower_along_are_given_up(tmp_path: Path) -> None:
     with attempt(tmp_path, 3, 8), attempt(tmp_path, 30, 7):
         assert len(noted()) == MAX_ATTEMPTS + 2
     with (
-        pytest.raises(
-            WorkerError, match=f"packs of part 3 were in hand when {MAX_ATTEMPTS} towers died, .*lower --max"
-        ),
+        pytest.raises(WorkerError, match=f"of part 3 were in hand when {MAX_ATTEMPTS} towers died, .*lower --max"),
         attempt(tmp_path, 3, 7),
     ):
         pytest.fail("it was begun")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,6 +25,7 @@ from vlmembed.errors import ClusterError, MissingExtraError, RowFailedError
 from vlmembed.schema import read_provenance
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
+pytest.importorskip("ray.data")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
 
 if TYPE_CHECKING:
@@ -182,22 +184,6 @@ def test_deterministic_output_in_a_folder_is_the_same_bytes(tables: Path, tmp_pa
     assert rows == sorted(rows)
 
 
-@pytest.mark.usefixtures("cluster")
-def test_bf16_agrees_too(tables: Path, tmp_path: Path, builtin_folder: Path) -> None:
-    settings: dict[str, Any] = {
-        "model": str(builtin_folder),
-        "dtype": "bf16",
-        "limit": 12,
-        "max_pixels": 28 * 28,
-        "dedup": "none",
-    }
-    run(tables, tmp_path / "one" / "out.parquet", **settings)
-    run(tables, tmp_path / "many" / "out.parquet", **settings, **RAY)
-    one, many = (vectors_of(pq.read_table(tmp_path / name / "out.parquet")) for name in ("one", "many"))
-    assert len(one) == 11
-    assert (one * many).sum(axis=1).min() >= 0.9999
-
-
 def processes(title: str) -> list[psutil.Process]:
     """Of this machine's Ray workers those that run something of this name."""
     names = [(process, (process.info["cmdline"] or [""])[0]) for process in psutil.process_iter(["cmdline"])]
@@ -259,7 +245,7 @@ def test_a_run_goes_from_engine_to_engine(tables: Path, tmp_path: Path, tiny_mod
 
 
 @pytest.mark.usefixtures("cluster")
-def test_the_cache_is_shared_and_a_failed_row_can_end_the_run(tables: Path, tmp_path: Path, tiny_model: Path) -> None:
+def test_the_cache_is_shared(tables: Path, tmp_path: Path, tiny_model: Path) -> None:
     settings: dict[str, Any] = {"model": str(tiny_model), "cache": tmp_path / "cache"}
     run(tables / "a.parquet", tmp_path / "first" / "out.parquet", **settings)
     report = run(tables, tmp_path / "many" / "out.parquet", **settings, **RAY)
@@ -267,12 +253,10 @@ def test_the_cache_is_shared_and_a_failed_row_can_end_the_run(tables: Path, tmp_
     again = run(tables, tmp_path / "again" / "out.parquet", **settings)
     assert (again.num_found, again.num_encoded) == (52, 0)
     assert files_of(tmp_path / "again") == files_of(tmp_path / "many")
-    with pytest.raises(RowFailedError, match=r"#10: truncated"):
-        run(tables, tmp_path / "strict" / "out.parquet", **settings, **RAY, on_error="fail")
 
 
 @pytest.mark.usefixtures("cluster")
-def test_tars_are_counted_by_the_cluster(tmp_path: Path, tiny_model: Path) -> None:
+def test_tars_are_counted_by_the_cluster_and_bf16_agrees(tmp_path: Path, builtin_folder: Path) -> None:
     folder = tmp_path / "tars"
     folder.mkdir()
     for name, seeds in (("a", range(11)), ("b", range(5, 14))):
@@ -281,11 +265,48 @@ def test_tars_are_counted_by_the_cluster(tmp_path: Path, tiny_model: Path) -> No
                 member = tarfile.TarInfo(f"{seed:03d}.jpg")
                 member.size = len(jpeg(seed))
                 tar.addfile(member, io.BytesIO(jpeg(seed)))
-    settings: dict[str, Any] = {"model": str(tiny_model), "limit": 18}
+    settings: dict[str, Any] = {"model": str(builtin_folder), "limit": 18, "dtype": "bf16", "max_pixels": 42 * 42}
     run(folder, tmp_path / "one" / "out.parquet", **settings)
     report = run(folder, tmp_path / "many" / "out.parquet", **settings, **RAY)
     assert (report.num_rows, report.num_embedded, report.num_duplicates) == (18, 12, 6)
-    assert files_of(tmp_path / "many") == files_of(tmp_path / "one")
+    one, many = (pq.read_table(tmp_path / name / "out.parquet") for name in ("one", "many"))
+    assert (vectors_of(one) * vectors_of(many)).sum(axis=1).min() >= 0.9999
+    assert many.drop_columns(["embedding"]).equals(one.drop_columns(["embedding"]), check_metadata=True)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_what_a_task_raises_on_purpose_reaches_the_caller() -> None:
+    from vlmembed.engines.cluster import quiet_data, raise_own  # noqa: PLC0415  with Ray
+
+    def fail(_: object) -> pa.Table:
+        msg = "a.jpg: truncated"
+        raise RowFailedError(msg)
+
+    @contextmanager
+    def meant() -> Iterator[None]:
+        try:
+            yield
+        except ray.exceptions.RayError as error:
+            raise_own(error)
+
+    with pytest.raises(RowFailedError, match=r"^a\.jpg: truncated$"), meant():
+        ray.get(ray.remote(fail).remote(1))
+    class Failing:
+        def __init__(self) -> None:
+            fail(0)
+
+        def __call__(self, block: pa.Table) -> pa.Table:
+            return block
+
+    with quiet_data(2**20):
+        data = ray.data.from_items([1])
+        with pytest.raises(RowFailedError, match=r"^a\.jpg: truncated$"), meant():
+            data.map_batches(fail, batch_format="pyarrow").take_all()
+        one = ray.data.ActorPoolStrategy(size=1)
+        with pytest.raises(RowFailedError, match=r"^a\.jpg: truncated$"), meant():
+            data.map_batches(Failing, batch_format="pyarrow", compute=one).take_all()
+    with pytest.raises(ClusterError, match=r"could not go on.*What was committed is kept"), meant():
+        raise ray.exceptions.WorkerCrashedError
 
 
 @pytest.mark.usefixtures("cluster")

@@ -171,8 +171,13 @@ class PartFiles:
             StorageError: the part cannot be read any more.
         """
         number = row // self._rows_per_part
-        try:
+        with self._reading(number):
             return self._find(number, row)
+
+    @contextmanager
+    def _reading(self, number: int) -> Iterator[None]:
+        try:
+            yield
         except (OSError, pa.ArrowException) as error:
             msg = (
                 f"{self.folder / part_name(number)} cannot be read any more ({error}): what was committed before it is "
@@ -196,8 +201,12 @@ class PartFiles:
         return found.keys[index], image
 
     def content_hash(self, row: int) -> bytes | None:
-        """The hash that was committed for a row that `find` finds; None where it could not be read."""
+        """The hash of a committed row that `find` finds; None where it could not be read. Raises as `find` does."""
         number = row // self._rows_per_part
+        with self._reading(number):
+            return self._content_hash(number, row)
+
+    def _content_hash(self, number: int, row: int) -> bytes | None:
         rows = self._rows(number)
         index = int(np.searchsorted(rows, row))
         if index == len(rows) or rows[index] != row:

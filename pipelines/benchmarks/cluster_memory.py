@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+import time
 from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
@@ -43,10 +44,12 @@ class ClusterMemory:
     Attributes:
         idle_mb: at the beginning. peak_mb: at most, in all. store_mb: the object store's, at most.
         largest_mb: of one process beside this one, at most.
+        cpu_seconds: of looking, which are this process's own; there once the block has ended.
     """
 
     def __init__(self) -> None:
         self.idle_mb = self.peak_mb = self.store_mb = self.largest_mb = 0.0
+        self.cpu_seconds = 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="memory")
 
@@ -63,6 +66,7 @@ class ClusterMemory:
     def _watch(self) -> None:
         while not self._stop.wait(PERIOD_SECONDS):
             self._look()
+        self.cpu_seconds = time.thread_time()
 
     def _look(self) -> None:
         family = _family()

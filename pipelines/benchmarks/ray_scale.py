@@ -87,9 +87,12 @@ def predicted(runs: dict[int, list[dict[str, Any]]], name: str) -> dict[str, Any
 
 
 def shown(runs: dict[int, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Medians by size."""
+    """By size: counts, which are the same in all repeats, and spreads of what was measured."""
     return {
-        f"{size}": {name: spread([each[name] for each in found], DIGITS) for name in found[0]}
+        f"{size}": {
+            name: value if isinstance(value, int) else spread([each[name] for each in found], DIGITS)
+            for name, value in found[0].items()
+        }
         for size, found in runs.items()
     }
 
@@ -108,7 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1_000_000, 2_000_000, 4_000_000], help="three or more")
     parser.add_argument("--bucket-rows", type=int, default=2**18)
-    parser.add_argument("--parts", type=int, nargs="+", default=[25, 50, 100], help="three or more")
+    parser.add_argument("--parts", type=int, nargs="+", default=[25, 50, 100], help="three or more, of two at least")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--aggregate", type=int, nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--drive", type=int, nargs=1, help=argparse.SUPPRESS)

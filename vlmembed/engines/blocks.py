@@ -114,7 +114,8 @@ def events_row(part: int, place: int, events: Sequence[Event]) -> pa.Table:
     bare = [replace(event, columns=None) if isinstance(event, ImageRef) else event for event in events]
     header = b""
     if kept:
-        table = pa.Table.from_batches(kept).combine_chunks()
+        table = pa.Table.from_batches(kept)
+        table = table.combine_chunks() if len(kept) > 1 else table.take([0])  # one alone may keep all its neighbours
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, table.schema) as stream:
             stream.write_table(table)

@@ -67,9 +67,15 @@ def _check_answers(address: str | None) -> None:
     """Ray itself waits for minutes where nobody answers.
 
     Raises:
-        ClusterError: nobody does.
+        ClusterError: nobody does, or the address is of another kind.
     """
-    match = re.fullmatch(r"(?:ray://)?\[?([^\[\]/]+)\]?:(\d+)", address or "")
+    if (address or "").startswith("ray://"):
+        msg = (
+            f"--ray-address {address} is of Ray's client, by which Ray Data does not work well: give the command on a "
+            "node of the cluster, with the HOST:PORT of its head"
+        )
+        raise ClusterError(msg)
+    match = re.fullmatch(r"\[?([^\[\]/]+)\]?:(\d+)", address or "")
     if match is None:
         return
     try:
@@ -126,6 +132,7 @@ def quiet_data(block_bytes: int) -> Iterator[None]:
     context = ray.data.DataContext.get_current().copy()
     context.target_max_block_size = block_bytes
     context.enable_progress_bars = False
+    context.raise_original_map_exception = True  # what a stage has raised, and not a text about it
     with ray.data.DataContext.current(context):
         yield
 
@@ -153,6 +160,7 @@ def raise_own(error: Exception) -> NoReturn:
     """
     found = own_error(error)
     if isinstance(found, VlmembedError):
+        found.__notes__ = []  # Ray's advice on settings of its own
         raise found from error
     msg = (
         f"the cluster could not go on ({_first_line(error)}). What was committed is kept, and the same command goes on "

@@ -142,7 +142,10 @@ def _check_unchanged(rows: range, events: Sequence[Event], files: PartFiles) -> 
     for ref in refs.values():
         if ref.first_row == ref.row:
             continue
-        first = refs[ref.first_row].content_hash if ref.first_row in rows else files.content_hash(ref.first_row)
+        if ref.first_row not in rows:
+            first = files.content_hash(ref.first_row)
+        else:
+            first = None if ref.first_row not in refs else refs[ref.first_row].content_hash
         if first is not None and first != ref.content_hash:
             msg = (
                 f"row {ref.first_row} held the same as row {ref.row} ({ref.key}) when duplicates were looked for, and "

@@ -81,8 +81,9 @@ class Committer:
 
     def _commit(self) -> bool:
         moved = False
-        while (record := self._written.pop(len(self._store.records), None)) is not None:
-            self._store.add(record)
+        while (record := self._written.get(len(self._store.records))) is not None:
+            self._store.add(record)  # then from `_written`: another thread asks `is_written` meanwhile
+            del self._written[record.number]
             self._work.take_record(record)
             self._on_commit(record)
             moved = True

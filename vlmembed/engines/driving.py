@@ -73,6 +73,7 @@ class Driver:
                     if block is not None:
                         self._add(block)
                     self._go_on(0.0)
+                self._go_on(0.0)  # parts may wait that an earlier start has written, and nothing else may have come
                 while not self._errors and self._committer.num_open:
                     self._go_on(WAIT_SECONDS)
             except StoppedError:

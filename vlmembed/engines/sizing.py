@@ -60,22 +60,21 @@ def size_towers(config: EncodeConfig, nodes: Sequence[Node]) -> TowerPool:
         raise ConfigError(msg)
     if on_gpus or config.tower_gpus is not None:
         num_gpus, num_cpus, num_threads = config.tower_gpus or 1.0, config.tower_cpus or 1.0, None
-        fit = [_fit_of(node, num_gpus, num_cpus) for node in nodes]
+        fit = most_fit = [_fit_of(node, num_gpus, num_cpus) for node in nodes]
     else:
         num_gpus, num_cpus, num_threads = _on_cpus(config, nodes)
-        fit = [math.floor(node.num_cpus / num_cpus) for node in nodes]
+        fit = most_fit = [math.floor(node.num_cpus / num_cpus) for node in nodes]
         if config.tower_cpus is None:
             fit = [min(1, each) for each in fit]
-    spare_cpus = sum(node.num_cpus for node in nodes) - (config.workers or 1)
-    room = min(sum(fit), math.floor(spare_cpus / num_cpus))
+    room = min(sum(fit), _beside_feeding(nodes, most_fit, num_cpus, config.workers or 1))
     least, most = config.num_towers or (1, max(1, room))
     if room < least:
         have = ", ".join(f"{node.num_cpus:g} CPUs and {node.num_gpus:g} GPUs" for node in nodes)
         each = f"{num_gpus:g} GPUs and {num_cpus:g} CPUs" if num_gpus else f"{num_cpus:g} CPUs"
         msg = (
             f"{least} towers with {each} each are asked for, and {config.workers or 1} CPUs to feed them; the cluster "
-            f"has room for {max(0, room)} (its nodes have {have}): lower --towers, --tower-gpus or --tower-cpus, or "
-            "add nodes"
+            f"has room for {max(0, room)} (its nodes have {have}): lower --towers, --tower-gpus, --tower-cpus or "
+            "--workers, or add nodes"
         )
         raise ClusterError(msg)
     return TowerPool(
@@ -85,6 +84,19 @@ def size_towers(config: EncodeConfig, nodes: Sequence[Node]) -> TowerPool:
         max_size=most,
         num_threads=num_threads,
     )
+
+
+def _beside_feeding(nodes: Sequence[Node], fit: Sequence[int], num_cpus: float, workers: int) -> int:
+    """Towers beside which a feeding task has room, whichever nodes they are on: one fewer than would leave it none on
+    any. A node that takes fewer than those always has room."""
+    closing = 0
+    for node, most in zip(nodes, fit, strict=True):
+        if node.num_cpus >= workers:
+            needed = math.floor((node.num_cpus - workers) / num_cpus) + 1
+            if needed > most:
+                return sum(fit)
+            closing += needed
+    return max(0, closing - 1)
 
 
 def _fit_of(node: Node, num_gpus: float, num_cpus: float) -> int:
