@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ADVICE = "\nFailed to apply UDF transform"
+"""What Ray Data puts behind the message of an error: settings of its own."""
+
 ANSWER_SECONDS = 10.0
 """How long the head of a cluster may take to answer at all."""
 
@@ -160,7 +163,7 @@ def raise_own(error: Exception) -> NoReturn:
     """
     found = own_error(error)
     if isinstance(found, VlmembedError):
-        found.__notes__ = []  # Ray's advice on settings of its own
+        found.args = (str(found).split(ADVICE, 1)[0],)
         raise found from error
     msg = (
         f"the cluster could not go on ({_first_line(error)}). What was committed is kept, and the same command goes on "
