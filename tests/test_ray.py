@@ -43,6 +43,8 @@ NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 200 * 2**20}
 RAY: dict[str, Any] = {"engine": "ray"}
 PART = 8
 SETTINGS: dict[str, Any] = {"rows_per_part": PART, "max_error_rate": 1.0}
+SMALL: dict[str, Any] = {"max_pixels": 70 * 70}
+"""Of pictures, so that they cost little."""
 
 
 class StopHere(Exception):  # noqa: N818  no error: a run that is ended from outside
@@ -143,7 +145,7 @@ def test_a_cluster_gives_what_one_machine_gives(
     """Duplicates within a block, across blocks and across files, rows that fail, kept columns, the records."""
     monkeypatch.setattr("vlmembed.engines.ray.BUCKET_ROWS", 20)
     monkeypatch.setattr("vlmembed.engines.ray.STRETCH_ROWS", 24)
-    settings: dict[str, Any] = {"model": str(builtin_folder), "keep_columns": ("label",), "dtype": "fp32"}
+    settings: dict[str, Any] = {"model": str(builtin_folder), "keep_columns": ("label",), "dtype": "fp32", **SMALL}
     mine = run(tables, tmp_path / "one" / "out.parquet", **settings)
     theirs = run(tables, tmp_path / "many" / "out.parquet", **settings, **RAY, towers="1:2")
     figures = ("num_rows", "num_embedded", "num_duplicates", "num_failed", "codes", "num_encoded", "num_tokens")
@@ -174,7 +176,12 @@ def vectors_of(table: pa.Table) -> np.ndarray:
 
 @pytest.mark.usefixtures("cluster")
 def test_deterministic_output_in_a_folder_is_the_same_bytes(tables: Path, tmp_path: Path, builtin_folder: Path) -> None:
-    settings: dict[str, Any] = {"model": str(builtin_folder), "deterministic": True, "dedup": "pixels", "dtype": "fp32"}
+    settings: dict[str, Any] = {
+        "model": str(builtin_folder),
+        "deterministic": True,
+        "dedup": "pixels",
+        "dtype": "fp32",
+    } | SMALL
     run(tables, f"{tmp_path}/one/out/", **settings)
     run(tables, f"{tmp_path}/many/out/", **settings, **RAY)
     assert len(files_of(tmp_path / "one")) == 8 + 2
@@ -211,7 +218,7 @@ def test_a_killed_tower_and_a_killed_node_cost_nothing(
             cluster.remove_node(doomed, allow_graceful=False)
             killed.append("node")
 
-    report = run(tables, tmp_path / "many" / "out.parquet", kill, **settings, **RAY, towers="2")
+    report = run(tables, tmp_path / "many" / "out.parquet", kill, **settings, **RAY, towers="1:2")
     assert killed == ["tower", "node"]
     assert (report.num_embedded, report.num_duplicates, report.num_failed) == (52, 4, 4)
     one, many = (pq.read_table(tmp_path / name / "out.parquet") for name in ("one", "many"))
@@ -265,7 +272,7 @@ def test_tars_are_counted_by_the_cluster_and_bf16_agrees(tmp_path: Path, builtin
                 member = tarfile.TarInfo(f"{seed:03d}.jpg")
                 member.size = len(jpeg(seed))
                 tar.addfile(member, io.BytesIO(jpeg(seed)))
-    settings: dict[str, Any] = {"model": str(builtin_folder), "limit": 18, "dtype": "bf16", "max_pixels": 42 * 42}
+    settings: dict[str, Any] = {"model": str(builtin_folder), "limit": 18, "dtype": "bf16"} | SMALL
     run(folder, tmp_path / "one" / "out.parquet", **settings)
     report = run(folder, tmp_path / "many" / "out.parquet", **settings, **RAY)
     assert (report.num_rows, report.num_embedded, report.num_duplicates) == (18, 12, 6)
@@ -291,6 +298,7 @@ def test_what_a_task_raises_on_purpose_reaches_the_caller() -> None:
 
     with pytest.raises(RowFailedError, match=r"^a\.jpg: truncated$"), meant():
         ray.get(ray.remote(fail).remote(1))
+
     class Failing:
         def __init__(self) -> None:
             fail(0)

@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def atomic(target: Path) -> Iterator[Path]:
-    """A temporary path beside `target` that becomes `target`, on disk, when the block ends well."""
-    temporary = target.with_name(f".{target.name}.tmp")
+def atomic(target: Path, *, writer: str = "") -> Iterator[Path]:
+    """A temporary path beside `target` that becomes `target`, on disk, when the block ends well. `writer` tells apart
+    those that may write it at a time."""
+    temporary = target.with_name(f".{target.name}{writer}.tmp")
     try:
         yield temporary
         with temporary.open("rb") as file:

@@ -112,7 +112,8 @@ class PartFiles:
     """The files of the parts of one run in its partial `folder`; `schema` has the columns `vectors`, and every part but
     the last one has `rows_per_part` rows.
 
-    `max_row_bytes` is what one row can hold at most: it bounds the row groups of the parts.
+    `max_row_bytes` is what one row can hold at most: it bounds the row groups of the parts. `writer` tells processes
+    apart that may write the same part.
     """
 
     def __init__(
@@ -123,7 +124,9 @@ class PartFiles:
         vectors: tuple[VectorColumn, ...],
         rows_per_part: int,
         max_row_bytes: int = 0,
+        writer: str = "",
     ) -> None:
+        self._writer = writer
         self.folder = folder
         self.schema = schema
         self.vectors = vectors
@@ -145,15 +148,25 @@ class PartFiles:
         with storing(path):
             table = pa.table(dict(columns), schema=self.schema)
             options = writer_options(self.schema, self.vectors)
-            sha256 = _write(table, path, row_group_size=self._group_rows, **options)
+            sha256 = self._write(table, path, row_group_size=self._group_rows, **options)
             failed = pa.table(dict(errors), schema=_PART_ERRORS_SCHEMA)
-            errors_sha256 = _write(failed, errors_path, compression="zstd")
+            errors_sha256 = self._write(failed, errors_path, compression="zstd")
         return replace(record, sha256=sha256, errors_sha256=errors_sha256)
 
-    def note(self, record: PartRecord) -> None:
-        """Leave a record beside the files of its part, for a run that goes on. Raises `StorageError`."""
-        with storing(self.folder / note_name(record.number)), atomic(self.folder / note_name(record.number)) as path:
-            path.write_text(json.dumps(asdict(record)), encoding="utf-8")
+    def _write(self, table: pa.Table, target: Path, **options: Any) -> str:  # noqa: ANN401  as pyarrow's
+        with atomic(target, writer=self._writer) as path:
+            pq.write_table(table, path, **options)
+            return file_sha256(path)
+
+    def run_id(self) -> str:
+        """Which run the folder is of, as notes have it."""
+        return file_sha256(self.folder / "manifest.json")
+
+    def note(self, record: PartRecord, run_id: str) -> None:
+        """Leave a record beside the files of its part, for the run when it goes on. Raises `StorageError`."""
+        target = self.folder / note_name(record.number)
+        with storing(target), atomic(target, writer=self._writer) as path:
+            path.write_text(json.dumps({"run": run_id, "part": asdict(record)}), encoding="utf-8")
 
     def is_as_written(self, record: PartRecord) -> bool:
         """Whether both files are there, with the bytes that were written; else it is said which is not."""
@@ -267,12 +280,6 @@ def storing(what: Path) -> Iterator[None]:
             "and the same command goes on from there"
         )
         raise StorageError(msg) from error
-
-
-def _write(table: pa.Table, target: Path, **options: Any) -> str:  # noqa: ANN401  as pyarrow's
-    with atomic(target) as path:
-        pq.write_table(table, path, **options)
-        return file_sha256(path)
 
 
 def file_sha256(path: Path) -> str:

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 LINES = "parts.jsonl"
 
+FIRSTS = "firsts.json"
+"""What a run over a cluster has found out of duplicates; see `vlmembed.engines.firsts`."""
+
 
 class PartStore(PartFiles):
     """Owns the parts of one run: their files, and the list of those that are committed.
@@ -74,13 +77,15 @@ class PartStore(PartFiles):
 
     def noted(self) -> dict[int, PartRecord]:
         """The parts behind the committed ones that are written whole, by number."""
-        found = {}
+        found: dict[int, PartRecord] = {}
         for path in self.folder.glob("part-*.json"):
             try:
-                record = PartRecord(**json.loads(path.read_bytes()))
-            except (OSError, ValueError, TypeError):  # it is made again
+                note = json.loads(path.read_bytes())
+                run_id, record = note["run"], PartRecord(**note["part"])
+            except (OSError, ValueError, TypeError, KeyError):  # it is made again
                 continue
-            if record.number >= len(self.records) and self.is_as_written(record):
+            is_next = record.number >= len(self.records) and run_id == self.run_id()
+            if is_next and self.is_as_written(record):
                 found[record.number] = record
         return found
 
@@ -139,6 +144,11 @@ def read_records(folder: Path) -> list[PartRecord]:
     except TypeError as error:
         msg = f"{path} is of another version ({error}): start anew with --overwrite"
         raise OutputError(msg) from error
+
+
+def has_work(folder: Path) -> bool:
+    """Whether a partial folder holds what took its time to make. Raises as `read_records`."""
+    return bool(read_records(folder)) or (folder / FIRSTS).exists()
 
 
 def _whole_lines(content: bytes) -> list[bytes]:

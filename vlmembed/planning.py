@@ -19,7 +19,7 @@ from vlmembed.finished import read_schema
 from vlmembed.lance_output import check_lance_schema
 from vlmembed.layout import ResizeRule
 from vlmembed.output import SUCCESS, OutputPaths, read_manifest
-from vlmembed.parts import read_records
+from vlmembed.parts import has_work
 from vlmembed.preprocess import RESIZER
 from vlmembed.provenance import difference, make_fingerprint, make_provenance
 from vlmembed.schema import output_schema, read_provenance, read_success, with_provenance
@@ -95,7 +95,7 @@ def find_earlier(paths: OutputPaths, *, overwrite: bool) -> Earlier:
         OutputError: a file of another kind is in the way.
     """
     manifest = read_manifest(paths.partial, ignore_damage=overwrite)
-    partial = manifest if read_records(paths.partial) else None  # a run that committed nothing binds nobody
+    partial = manifest if has_work(paths.partial) else None  # a run that has nothing yet binds nobody
     output = None
     if not overwrite:
         whole = paths.success if paths.is_folder else paths.output

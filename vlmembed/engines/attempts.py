@@ -1,7 +1,7 @@
-"""How often a tower has begun with the same packs: packs that take their tower along must not do so for ever.
+"""How often the cluster has begun with the same work: what takes its process along must not do so for ever.
 
-Ray starts a tower again, and gives it the same packs, as often as it dies. So each attempt leaves an empty file, which
-goes when it has succeeded.
+Ray starts a task or a tower again, and gives it the same work, as often as it dies. So each attempt leaves an empty
+file, which goes when it has succeeded.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ MAX_ATTEMPTS = 5
 
 
 def clear_attempts(folder: Path) -> None:
-    """A start of the run begins to count anew."""
-    remove(folder / ATTEMPTS)
+    """A start of the run begins to count anew. Raises `StorageError`."""
     with storing(folder / ATTEMPTS):
+        remove(folder / ATTEMPTS)
         (folder / ATTEMPTS).mkdir()
 
 
 @contextmanager
-def attempt(folder: Path, part: int, place: int) -> Iterator[None]:
-    """Note that a tower begins with the packs from a place of a part on, and that it has come through with the block.
+def attempt(folder: Path, work: str, why: str) -> Iterator[None]:
+    """Note that a process begins with this work, and that it has come through. `why` says what else may happen.
 
     Raises:
-        WorkerError: so many towers have died of them. StorageError: the folder cannot be written.
+        WorkerError: so many have died of it. StorageError: the folder cannot be written.
     """
-    paths = [folder / ATTEMPTS / f"{part:06d}-{place:06d}.{number}" for number in range(MAX_ATTEMPTS)]
+    paths = [folder / ATTEMPTS / f"{work}.{number}" for number in range(MAX_ATTEMPTS)]
     mine = next((number for number, path in enumerate(paths) if not path.exists()), None)
     if mine is None:
         msg = (
-            f"packs of part {part} were in hand when {MAX_ATTEMPTS} towers died, and are given to no other: see why in "
-            "Ray's logs (often memory: lower --max-tokens-per-batch). What was committed is kept"
+            f"{work} was begun {MAX_ATTEMPTS} times, and is not begun again; {why}. Ray's logs say more. What was "
+            "committed is kept"
         )
         raise WorkerError(msg)
     with storing(paths[mine]):

@@ -110,41 +110,42 @@ def open_pack(header: pa.Scalar, payload: pa.Scalar) -> PackedBatch:
 
 def events_row(part: int, place: int, events: Sequence[Event]) -> pa.Table:
     """Events as a row. Kept columns go as one table: a pickled slice may hold all that it is a slice of."""
-    kept = [event.columns for event in events if isinstance(event, ImageRef) and event.columns is not None]
     bare = [replace(event, columns=None) if isinstance(event, ImageRef) else event for event in events]
+    kept = {
+        number: event.columns
+        for number, event in enumerate(events)
+        if isinstance(event, ImageRef) and event.columns is not None  # rows that could not be read have none
+    }
     header = b""
     if kept:
-        table = pa.Table.from_batches(kept)
+        table = pa.Table.from_batches(list(kept.values()))
         table = table.combine_chunks() if len(kept) > 1 else table.take([0])  # one alone may keep all its neighbours
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, table.schema) as stream:
             stream.write_table(table)
         header = sink.getvalue().to_pybytes()
-    return one_row(part, place, Kind.EVENTS, pickle.dumps(bare, protocol=5), header)
+    return one_row(part, place, Kind.EVENTS, pickle.dumps((bare, list(kept)), protocol=5), header)
 
 
 def results_row(
     part: int, place: int, results: Sequence[EmbeddingBatch | Failure], *, seconds: float, num_splits: int
 ) -> pa.Table:
     """What became of a pack as a row in its place."""
-    payload = pickle.dumps(list(results), protocol=5)
+    payload = pickle.dumps((list(results), []), protocol=5)
     return one_row(part, place, Kind.RESULTS, payload, seconds=seconds, num_splits=num_splits)
 
 
 def events_of(header: pa.Scalar, payload: pa.Scalar) -> list[Event]:
-    """What `events_row` was given."""
-    events: list[Event] = pickle.loads(payload.as_buffer())  # noqa: S301  our own run's
-    columns = header.as_buffer()
-    if not columns.size:
-        return events
-    table = pa.ipc.open_stream(columns).read_all().combine_chunks()
-    (kept,) = table.to_batches()
-    row = 0
-    for number, event in enumerate(events):
-        if isinstance(event, ImageRef):  # all rows have them, or none
-            events[number] = replace(event, columns=kept.slice(row, 1))
-            row += 1
-    assert row == kept.num_rows
+    """What `events_row` or `results_row` was given."""
+    events: list[Event]
+    events, with_columns = pickle.loads(payload.as_buffer())  # noqa: S301  our own run's
+    if with_columns:
+        kept = pa.ipc.open_stream(header.as_buffer()).read_all().combine_chunks()
+        (batch,) = kept.to_batches()
+        for row, number in enumerate(with_columns):
+            ref = events[number]
+            assert isinstance(ref, ImageRef)
+            events[number] = replace(ref, columns=batch.slice(row, 1))
     return events
 
 

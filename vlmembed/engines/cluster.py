@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import ray
 import ray.data
-from ray.exceptions import RayError, RayTaskError
+from ray.data.context import ShuffleStrategy
+from ray.exceptions import NodeDiedError, RayError, RayTaskError, TaskUnschedulableError, WorkerCrashedError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vlmembed.engines.sizing import Node
@@ -49,6 +50,7 @@ def connected(address: str | None) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # a thread that outlives the run shall start no other Ray
     verbose = logging.getLogger().isEnabledFor(logging.INFO)
     level = logging.INFO if verbose else logging.ERROR
     given = address or os.environ.get("RAY_ADDRESS")
@@ -110,12 +112,15 @@ def check_machines(config: EncodeConfig, folder: Path) -> None:
     asked = {}
     for node in _alive():
         there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        answer = look.options(scheduling_strategy=there).remote(config, str(Path.cwd()), folder, versions())
+        answer = look.options(scheduling_strategy=there).remote(config, str(Path.cwd()), folder.absolute(), versions())
         asked[answer] = node["NodeManagerHostname"]
     ready, late = ray.wait(list(asked), num_returns=len(asked), timeout=CHECK_SECONDS)
     for answer in ready:
         try:
             problem = ray.get(answer)
+        except (TaskUnschedulableError, NodeDiedError, WorkerCrashedError):  # it has gone, and has no part in the run
+            logger.warning("node %s went away", asked[answer])
+            continue
         except RayError as error:
             msg = (
                 f"node {asked[answer]} cannot take part ({_first_line(own_error(error))}): all nodes need this version "
@@ -135,6 +140,7 @@ def quiet_data(block_bytes: int) -> Iterator[None]:
     context = ray.data.DataContext.get_current().copy()
     context.target_max_block_size = block_bytes
     context.enable_progress_bars = False
+    context.shuffle_strategy = ShuffleStrategy.SHUFFLE_V2  # by tasks alone: others hold CPUs for actors
     context.raise_original_map_exception = True  # what a stage has raised, and not a text about it
     with ray.data.DataContext.current(context):
         yield

@@ -25,11 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class _Gathering:
-    """Blocks of one part, as whoever holds them calls them, and how many rows they have."""
+    """Blocks of one part, as whoever holds them calls them, and the places of their rows."""
 
     blocks: list[Any] = field(default_factory=list)
-    num_places: int = 0
+    places: list[int] = field(default_factory=list)
     end: PartEnd | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Each place has come, and once: tasks that were done again may have seen other pictures."""
+        return self.end is not None and sorted(self.places) == list(range(self.end.num_places))
 
 
 class Gatherer:
@@ -51,11 +56,12 @@ class Gatherer:
             rows = block if (numbers == number).all() else block.filter(numbers == number)
             part = self._parts.setdefault(number, _Gathering())
             part.blocks.append(self._hold(rows))
-            part.num_places += rows.num_rows
+            part.places += rows["place"].to_pylist()
             for kind, payload in zip(rows["kind"].to_pylist(), rows["payload"], strict=True):
                 if kind == Kind.END:
                     part.end = end_of(payload)
-            if part.end is not None and part.num_places == part.end.num_places:
+            if part.is_whole:
+                assert part.end is not None
                 del self._parts[number]
                 yield number, part.blocks, part.end
 
@@ -65,8 +71,9 @@ class _OnePart:
 
     records: Sequence[PartRecord] = ()
 
-    def __init__(self, files: PartFiles) -> None:
+    def __init__(self, files: PartFiles, run_id: str) -> None:
         self._files = files
+        self._run_id = run_id
         self.record: PartRecord | None = None
 
     @property
@@ -78,7 +85,7 @@ class _OnePart:
         """Write the files, then the note that says so."""
         assert self.record is None
         self.record = self._files.write(record, columns, errors)
-        self._files.note(self.record)
+        self._files.note(self.record, self._run_id)
 
     def find(self, row: int) -> tuple[str, Embedded | Failure]:
         """As in `vlmembed.writer.Store`."""
@@ -96,7 +103,7 @@ def write_part(
         AccountingError: not all rows of the part are in the blocks.
     """
     files = order.files()
-    store = _OnePart(files)
+    store = _OnePart(files, order.run_id)
     computed: list[tuple[bytes, Embedded]] = []
     writer = Writer(
         store,

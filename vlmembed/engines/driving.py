@@ -28,6 +28,9 @@ REPORT_SECONDS = 300.0
 
 GRACE_SECONDS = 120.0
 
+JOIN_SECONDS = 10.0
+"""How long the end of a run that failed waits for the thread that waits for results."""
+
 
 class Driver:
     """Brings results to the committer. `timeout_seconds` is the run's; `hung` is called where giving up does not end
@@ -74,12 +77,13 @@ class Driver:
                         self._add(block)
                     self._go_on(0.0)
                 self._go_on(0.0)  # parts may wait that an earlier start has written, and nothing else may have come
-                while not self._errors and self._committer.num_open:
+                while not self._errors and self._committer.is_busy:
                     self._go_on(WAIT_SECONDS)
             except StoppedError:
                 pass  # why, is in `_errors`
             finally:
                 self._stop.set()
+                thread.join(JOIN_SECONDS)
         if self._errors:
             raise self._errors[0]
 
@@ -111,5 +115,5 @@ class Driver:
     def _describe(self) -> str:
         return (
             f"no results come from the cluster; {self._gatherer.num_open} parts have begun to come, "
-            f"{self._committer.num_open} are to be written (see `ray status`)"
+            f"{self._committer.describe()} (see `ray status`)"
         )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from vlmembed.decode import own_pillow_settings
 from vlmembed.decoders import decode_in_order
 from vlmembed.dedup import dedup
+from vlmembed.engines.attempts import attempt
 from vlmembed.engines.blocks import PartEnd, end_row, events_row, pack_row
 from vlmembed.engines.firsts import FirstRows, hashed_table
 from vlmembed.feed import MAX_DECODE_BYTES, Feed
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
     from vlmembed.types import Embedded, EncodedImage
 
 HASHES_AT_ONCE = 2**15
-EVENTS_AT_ONCE = 1024
+EVENTS_AT_ONCE = 4096
 """Rows of one block, where these are small."""
+
+FEEDING = "tasks that read and decode it died: a picture may crash its decoder (--decode processes outlives that)"
 
 
 class Nothing:
@@ -44,6 +47,7 @@ def hash_piece(order: RunOrder, piece: Piece, buckets: int) -> Iterator[pa.Table
     order.take_place()
     pairs: list[tuple[int, bytes]] = []
     with ExitStack() as stack:
+        stack.enter_context(attempt(order.folder, f"hash-{piece.rows.start}", FEEDING))
         stack.enter_context(own_pillow_settings(order.config.max_source_pixels))
         for pair in _hashes(order, stack.enter_context(open_piece(order.config, piece)), stack):
             pairs.append(pair)
@@ -71,6 +75,7 @@ def feed_part(order: RunOrder, part: int, piece: Piece, known: Finder) -> Iterat
     events: list[Event] = []
     place = 0
     with ExitStack() as stack:
+        stack.enter_context(attempt(order.folder, f"feed-{part}", FEEDING))
         stack.enter_context(own_pillow_settings(config.max_source_pixels))
         index = None if order.firsts is None else FirstRows(order.folder, order.firsts, order.rows_of(part))
         decoders = stack.enter_context(decoders_of(config, order.rule))
@@ -91,17 +96,16 @@ def feed_part(order: RunOrder, part: int, piece: Piece, known: Finder) -> Iterat
             num_images += len(batch.rows)
             num_tokens += batch.num_tokens
             place += 1
-            if len(events) >= EVENTS_AT_ONCE:
-                yield events_row(part, place, events)
-                events.clear()
-                place += 1
-        yield events_row(part, place, events)
+        # All at the end: when they come depends on the time, and a task that is done again must give the same blocks.
+        for begin in range(0, len(events), EVENTS_AT_ONCE):
+            yield events_row(part, place, events[begin : begin + EVENTS_AT_ONCE])
+            place += 1
         firsts = frozenset() if index is None else index.firsts
         yield end_row(
             part,
-            place + 1,
+            place,
             PartEnd(
-                num_places=place + 2,
+                num_places=place + 1,
                 needs=frozenset(row // order.rows_per_part for row in firsts) - {part},
                 seconds=dict(clock.seconds),
                 num_packs=num_packs,

@@ -20,13 +20,11 @@ from vlmembed.atomic import atomic
 from vlmembed.dedup import HashIndex
 from vlmembed.errors import StorageError
 from vlmembed.partfiles import storing
+from vlmembed.parts import FIRSTS
 from vlmembed.schema import HASH_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-INDEX = "firsts.json"
-"""The stretches that have a file. It is there once all of them are."""
 
 STRETCH_ROWS = 2**20
 """Rows whose first rows lie in one file: at most 56 MB, where nearly all are duplicates."""
@@ -105,18 +103,18 @@ def write_stretch(folder: Path, rows: pa.Table) -> int:
 
 def write_index(folder: Path, found: FirstsIndex) -> None:
     """All files are there. Raises `StorageError`."""
-    with storing(folder / INDEX), atomic(folder / INDEX) as path:
+    with storing(folder / FIRSTS), atomic(folder / FIRSTS) as path:
         path.write_text(json.dumps(asdict(found)), encoding="utf-8")
 
 
 def read_index(folder: Path) -> FirstsIndex | None:
     """What was found; None where it was not looked for yet. Raises `StorageError`."""
     try:
-        return FirstsIndex(**json.loads((folder / INDEX).read_bytes()))
+        return FirstsIndex(**json.loads((folder / FIRSTS).read_bytes()))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
-        msg = f"{folder / INDEX} cannot be read ({error}): delete it, and the same command finds duplicates again"
+        msg = f"{folder / FIRSTS} cannot be read ({error}): delete it, and the same command finds duplicates again"
         raise StorageError(msg) from error
 
 
@@ -151,7 +149,7 @@ def _read(path: Path, rows: range) -> Iterator[tuple[int, tuple[int, bytes]]]:
     try:
         table = pq.read_table(path, filters=limits, page_checksum_verification=True)
     except (OSError, pa.ArrowException) as error:
-        msg = f"{path} cannot be read ({error}): delete {path.with_name(INDEX)}, and the same command makes it again"
+        msg = f"{path} cannot be read ({error}): delete {path.with_name(FIRSTS)}, and the same command makes it again"
         raise StorageError(msg) from error
     columns = (table[name].to_pylist() for name in ("row", "first_row", "content_hash"))
     return ((row, (first_row, content_hash)) for row, first_row, content_hash in zip(*columns, strict=True))

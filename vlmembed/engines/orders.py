@@ -32,6 +32,7 @@ class RunOrder:
         schema, kept: of the parts, and of the source's columns among theirs. max_row_bytes: see `PartFiles`.
         num_rows: of the input.
         working_folder: where relative paths begin.
+        run_id: see `PartFiles.run_id`.
         firsts: where the first rows are; None before they have been looked for, or where nothing is deduplicated.
     """
 
@@ -42,6 +43,7 @@ class RunOrder:
     kept: pa.Schema
     folder: Path
     working_folder: str
+    run_id: str
     max_row_bytes: int
     num_rows: int
     firsts: FirstsIndex | None = None
@@ -70,16 +72,21 @@ class RunOrder:
         """The parts' files.
 
         Raises:
-            ClusterError: this machine does not see the folder that they are in.
+            ClusterError: this machine does not see the folder that they are in, or another run has it now.
         """
         check_folder(self.folder)
-        return PartFiles(
+        files = PartFiles(
             self.folder,
             self.schema,
             vectors=self.vectors,
             rows_per_part=self.rows_per_part,
             max_row_bytes=self.max_row_bytes,
+            writer=f".{platform.node()}-{os.getpid()}",
         )
+        if files.run_id() != self.run_id:
+            msg = f"{self.folder} is another run's by now: this one was ended, or replaced with --overwrite"
+            raise ClusterError(msg)
+        return files
 
 
 def go_to(working_folder: str) -> None:

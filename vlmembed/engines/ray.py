@@ -33,6 +33,7 @@ from vlmembed.engines.orders import RunOrder
 from vlmembed.engines.raysite import RaySite
 from vlmembed.engines.sizing import size_towers
 from vlmembed.engines.tasks import (
+    Keeper,
     RemoteKnown,
     count_task,
     feed_task,
@@ -41,10 +42,11 @@ from vlmembed.engines.tasks import (
     repeated_task,
     stretch_task,
     unpacked,
+    whole_task,
 )
 from vlmembed.engines.tower import Tower
 from vlmembed.errors import AccountingError
-from vlmembed.known import Known
+from vlmembed.partfiles import file_sha256
 from vlmembed.planning import max_row_bytes
 from vlmembed.sources.base import read_after
 
@@ -74,8 +76,8 @@ FEED_BYTES = 2**29
 both in the tower's process, where feeding and encoding would take turns."""
 
 MAX_TRIES = 4
-"""How often a part is written again, and the cache opened, when a process or machine went away. (Feeding tasks have
-three tries of Ray's own, towers those of `vlmembed.engines.attempts`.)"""
+"""How often a part is written again, and the cache opened, when a process or machine went away; and how often parts are
+fed that did not come whole. (What Ray starts again by itself is counted by `vlmembed.engines.attempts`.)"""
 
 WRITES_PER_NODE = 2
 
@@ -128,9 +130,9 @@ class RayEngine:
                 self._count(plan, source)
                 _check_last(plan, store)
                 order = _order(plan, source.num_rows)
-                if plan.config.dedup != "none":
-                    order = replace(order, firsts=self._find_firsts(order, source))
                 known = stack.enter_context(_known(plan))
+                if plan.config.dedup != "none" and order.num_rows:
+                    order = replace(order, firsts=self._find_firsts(order, source))
                 work = self._work(plan)
                 committer = Committer(
                     order,
@@ -141,8 +143,14 @@ class RayEngine:
                     max_running=WRITES_PER_NODE * self._num_nodes,
                     max_tries=MAX_TRIES,
                 )
-                driver = Driver(Gatherer(ray.put), committer, work, bar, timeout_seconds=plan.config.timeout, hung=hung)
-                driver.run(lambda: self._results(order, source, store.next_row, known, committer))
+                stack.callback(committer.close)
+                for _ in range(MAX_TRIES):
+                    gatherer = Gatherer(ray.put)
+                    driver = Driver(gatherer, committer, work, bar, timeout_seconds=plan.config.timeout, hung=hung)
+                    driver.run(partial(self._results, order, source, store.next_row, known, committer))
+                    if store.next_row == order.num_rows:
+                        break
+                    logger.error("parts did not come whole, from row %d on: they are fed again", store.next_row)
         except RayError as error:
             raise_own(error)
         _check_all_committed(store, order.num_rows)
@@ -209,19 +217,21 @@ class RayEngine:
 
 
 def _dataset(items: Iterable[Any]) -> ray.data.Dataset:
-    """A block for each."""
-    return ray.data.from_arrow_refs([ray.put(block) for block in packed(items)])
+    """A block for each, of which there must be one."""
+    rows = packed(items)
+    return ray.data.from_items(rows, override_num_blocks=len(rows))
 
 
 def write_repeated(hashed: ray.data.Dataset, folder: Path, *, num_rows: int, buckets: int) -> FirstsIndex:
     """Aggregate the tables of `hash_piece` over so many rows by hash; what is repeated is written to `folder`."""
-    repeated = hashed.groupby("bucket", num_partitions=buckets).map_groups(
-        partial(repeated_task, STRETCH_ROWS), batch_format="pyarrow"
-    )
+    by_hash = hashed.groupby("bucket", num_partitions=buckets)
     num_stretches = -(-num_rows // STRETCH_ROWS)
-    written = repeated.groupby("stretch", num_partitions=min(num_stretches, buckets)).map_groups(
-        partial(stretch_task, folder), batch_format="pyarrow"
-    )
+    if buckets == num_stretches == 1:
+        written = by_hash.map_groups(partial(whole_task, STRETCH_ROWS, folder), batch_format="pyarrow")
+    else:
+        repeated = by_hash.map_groups(partial(repeated_task, STRETCH_ROWS), batch_format="pyarrow")
+        by_row = repeated.groupby("stretch", num_partitions=min(num_stretches, buckets))
+        written = by_row.map_groups(partial(stretch_task, folder), batch_format="pyarrow")
     stretches, num_repeated = [], 0
     for block in _blocks(written):
         stretches += block["stretch"].to_pylist()
@@ -237,8 +247,11 @@ def _per_block(*, num_cpus: float | None, memory: int | None = None) -> dict[str
 
 
 def _blocks(data: ray.data.Dataset) -> Iterator[pa.Table]:
-    """Run it; blocks come in no order."""
-    return iter(data.iter_batches(batch_size=None, batch_format="pyarrow"))
+    """Run it; blocks come in no order. Raises as `raise_own`."""
+    try:
+        yield from data.iter_batches(batch_size=None, batch_format="pyarrow")
+    except Exception as error:  # noqa: BLE001  Ray Data's own are of no common kind
+        raise_own(error)
 
 
 def _order(plan: Plan, num_rows: int) -> RunOrder:
@@ -251,6 +264,7 @@ def _order(plan: Plan, num_rows: int) -> RunOrder:
         kept=plan.source.kept_schema,
         folder=plan.paths.partial.absolute(),
         working_folder=str(Path.cwd()),
+        run_id=file_sha256(plan.paths.partial / "manifest.json"),
         max_row_bytes=max_row_bytes(plan.vectors, plan.rule),
         num_rows=num_rows if plan.config.limit is None else min(num_rows, plan.config.limit),
     )
@@ -266,12 +280,13 @@ def _known(plan: Plan) -> Iterator[RemoteKnown | None]:
         return
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     keeper: Any = ray.remote(num_cpus=0, max_restarts=MAX_TRIES, max_task_retries=MAX_TRIES, scheduling_strategy=here)(
-        Known
+        Keeper
     )
     cache = None if config.cache is None else Path(config.cache).absolute()
     named = replace(config, reuse=tuple(Path(name).absolute() for name in config.reuse), cache=cache)
     actor = keeper.remote(named, plan.facts["fingerprint"], plan.vectors, plan.paths.partial.absolute())
     try:
+        ray.get(actor.check.remote())
         yield RemoteKnown(actor)
         ray.get(actor.close.remote())
     finally:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+WAIT_SECONDS = 120.0
+"""After how long without an answer of the first tower it is said that one is waited for."""
+
 
 class RaySite:
     """A `vlmembed.site.Site` that asks a process on a node, as large as a tower. It ends once the model was loaded.
@@ -106,6 +109,13 @@ class RaySite:
             if self._scout is None:
                 actor: Any = ray.remote(num_cpus=self._pool.num_cpus, num_gpus=self._pool.num_gpus)(Scout)
                 self._scout = actor.remote()
-            return ray.get(getattr(self._scout, method).remote(*arguments))
+            answer = getattr(self._scout, method).remote(*arguments)
+            while not ray.wait([answer], timeout=WAIT_SECONDS)[0]:
+                logger.error(
+                    "a tower, with %g GPUs and %g CPUs, has not started or not answered yet (see `ray status`)",
+                    self._pool.num_gpus,
+                    self._pool.num_cpus,
+                )
+            return ray.get(answer)
         except RayError as error:
             raise_own(error)

@@ -14,6 +14,7 @@ from vlmembed.engines.feeding import Nothing, feed_part, hash_piece
 from vlmembed.engines.firsts import repeated_rows, write_stretch
 from vlmembed.engines.orders import check_folder, check_inputs, go_to
 from vlmembed.errors import ClusterError, VlmembedError
+from vlmembed.known import Known
 from vlmembed.provenance import versions
 from vlmembed.sources import count_piece
 
@@ -29,10 +30,12 @@ if TYPE_CHECKING:
 _SAME_ON_ALL = ("vlmembed", "torch", "transformers", "pillow", "pyarrow", "numpy")
 
 
-def packed(items: Iterable[Any]) -> Iterator[pa.Table]:
-    """A block of one row for each."""
-    for item in items:
-        yield pa.table({"item": pa.array([pickle.dumps(item, protocol=5)], pa.large_binary())})
+WRITTEN = pa.schema([pa.field("stretch", pa.int64()), pa.field("num_repeated", pa.int64())])
+
+
+def packed(items: Iterable[Any]) -> list[dict[str, bytes]]:
+    """Rows with any values, pickled."""
+    return [{"item": pickle.dumps(item, protocol=5)} for item in items]
 
 
 def unpacked(block: pa.Table) -> Iterator[Any]:
@@ -40,8 +43,39 @@ def unpacked(block: pa.Table) -> Iterator[Any]:
     return (pickle.loads(item.as_buffer()) for item in block["item"])  # noqa: S301  our own run's
 
 
+class Keeper:
+    """Has the known embeddings of a run open, in a process of its own; the arguments are those of `Known`."""
+
+    def __init__(self, *arguments: Any) -> None:  # noqa: ANN401  see `Known`
+        self._arguments = arguments
+        self._known: Known | None = None
+
+    def open(self) -> Known:
+        """Open them, unless they are. Raises as `Known`, which an actor's own start could not."""
+        if self._known is None:
+            self._known = Known(*self._arguments)
+        return self._known
+
+    def check(self) -> None:
+        """Open them; raises as `Known`."""
+        self.open()
+
+    def find_all(self, images: Sequence[tuple[bytes, int]]) -> dict[int, Embedded]:
+        """As `Known.find_all`."""
+        return self.open().find_all(images)
+
+    def keep(self, images: Sequence[tuple[bytes, Embedded]]) -> None:
+        """As `Known.keep`."""
+        self.open().keep(images)
+
+    def close(self) -> None:
+        """Close what is open."""
+        if self._known is not None:
+            self._known.close()
+
+
 class RemoteKnown:
-    """The known embeddings of a run, which one process of the cluster has open. `actor` is it, a `Known`."""
+    """The known embeddings of a run, which one process of the cluster has open. `actor` is it, a `Keeper`."""
 
     def __init__(self, actor: Any) -> None:  # noqa: ANN401  Ray's own
         self._actor = actor
@@ -68,7 +102,7 @@ def check_machine(
     ]
     try:
         check_folder(folder)
-        check_inputs(config.inputs)
+        check_inputs(tuple(config.inputs))
     except ClusterError as error:
         return error
     if others:
@@ -80,8 +114,9 @@ def check_machine(
 def count_task(config: EncodeConfig, working_folder: str, block: pa.Table) -> pa.Table:
     """Count the rows of files that tell only so: numbers and `CountPiece`s to numbers and `Counted`s."""
     go_to(working_folder)
-    check_inputs(config.inputs)
-    return pa.concat_tables(packed((number, count_piece(config, piece)) for number, piece in unpacked(block)))
+    check_inputs(tuple(config.inputs))
+    counted = ((number, count_piece(config, piece)) for number, piece in unpacked(block))
+    return pa.Table.from_pylist(packed(counted))
 
 
 def hash_task(order: RunOrder, buckets: int, block: pa.Table) -> Iterator[pa.Table]:
@@ -98,7 +133,14 @@ def repeated_task(stretch_rows: int, bucket: pa.Table) -> pa.Table:
 def stretch_task(folder: Path, rows: pa.Table) -> pa.Table:
     """Write what was found for a stretch of rows."""
     check_folder(folder)
-    return pa.table({"stretch": [write_stretch(folder, rows)], "num_repeated": [rows.num_rows]})
+    if not rows.num_rows:
+        return WRITTEN.empty_table()
+    return pa.table({"stretch": [write_stretch(folder, rows)], "num_repeated": [rows.num_rows]}, schema=WRITTEN)
+
+
+def whole_task(stretch_rows: int, folder: Path, hashed: pa.Table) -> pa.Table:
+    """Both for an input that is one bucket and one stretch."""
+    return stretch_task(folder, repeated_task(stretch_rows, hashed))
 
 
 def feed_task(order: RunOrder, known: RemoteKnown | None, block: pa.Table) -> Iterator[pa.Table]:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from vlmembed.types import EmbeddingBatch, PackedBatch
 
 
+TOWERS = "towers died of these packs: mostly of memory (a lower --max-tokens-per-batch takes less)"
+
+
 class Scout(Here):
     """Looks at the device of a node, and decides what the run's towers do."""
 
@@ -62,7 +65,8 @@ class Tower:
         packs, others = block.filter(is_pack), block.filter([not each for each in is_pack])
         if not packs.num_rows:
             return block
-        with attempt(self._folder, packs["part"][0].as_py(), packs["place"][0].as_py()):
+        work = f"encode-{packs['part'][0].as_py()}-{packs['place'][0].as_py()}"
+        with attempt(self._folder, work, TOWERS):
             return pa.concat_tables([self._results(packs), others])
 
     def _results(self, packs: pa.Table) -> pa.Table:
