@@ -38,7 +38,6 @@ from vlmembed.engines.collecting import Gatherer, write_part
 from vlmembed.engines.driving import Driver
 from vlmembed.engines.feeding import Nothing, feed_part, hash_piece
 from vlmembed.engines.firsts import (
-    INDEX,
     FirstRows,
     FirstsIndex,
     hashed_table,
@@ -63,7 +62,8 @@ from vlmembed.errors import (
 from vlmembed.feed import Feed
 from vlmembed.layout import TowerLayout
 from vlmembed.output import OutputPaths, write_manifest
-from vlmembed.parts import PartStore
+from vlmembed.partfiles import file_sha256
+from vlmembed.parts import FIRSTS, PartStore
 from vlmembed.planning import _recipe
 from vlmembed.preprocess import preprocess
 from vlmembed.progress import StageClock
@@ -445,6 +445,7 @@ def test_kept_columns_arrive_as_they_were() -> None:
         [*with_columns(first, [0, 1, 3, 4, 8]), failed, *with_columns(second, range(9, 20), 9), batch(0, 1)],
         [*with_columns(second, [14], 9)],
         [failed],
+        [*with_columns(first, [0, 1]), ref(2, 0), *with_columns(first, [3]), ref(4, 0)],  # some could not be read
     ]
     for sent in told:
         for row in (events_row(0, 0, sent), travelled(events_row(0, 0, sent))):
@@ -549,7 +550,7 @@ def test_nothing_repeated_is_no_file(tmp_path: Path) -> None:
     assert empty.num_rows == 0
     found = store_firsts(tmp_path, [(row, hash_of(row)) for row in range(20)], buckets=2, stretch_rows=8)
     assert found == FirstsIndex(stretch_rows=8, stretches=[], num_repeated=0)
-    assert [path.name for path in tmp_path.iterdir()] == [INDEX]
+    assert [path.name for path in tmp_path.iterdir()] == [FIRSTS]
     index = FirstRows(tmp_path, found, range(4, 20))
     assert (index.first_row(hash_of(5), 5), index.firsts) == (5, frozenset())
 
@@ -569,7 +570,7 @@ def test_first_rows_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"firsts-000001.parquet cannot be read"):
         FirstRows(tmp_path, found, range(15, 16))
     for text in ("{", "[]", '{"stretch_rows": 8}', '{"stretch_rows": 8, "stretches": [], "num_repeated": 0, "x": 1}'):
-        (tmp_path / INDEX).write_text(text)
+        (tmp_path / FIRSTS).write_text(text)
         with pytest.raises(StorageError, match=r"firsts.json cannot be read .*: delete it, and the same command finds"):
             read_index(tmp_path)
     shutil.rmtree(tmp_path)
@@ -641,6 +642,7 @@ class Input:
             self.pieces = list(source.pieces(range(20), ROWS_PER_PART))
         self.paths.partial.mkdir()
         write_manifest(self.paths.partial, {"a": 1})
+        clear_attempts(self.paths.partial)
         self.order = RunOrder(
             config=self.config,
             rule=self.rule,
@@ -649,6 +651,7 @@ class Input:
             kept=EMPTY,
             folder=self.paths.partial,
             working_folder=str(folder),
+            run_id=file_sha256(self.paths.partial / "manifest.json"),
             max_row_bytes=100,
             num_rows=20,
         )
@@ -785,7 +788,7 @@ def test_what_is_known_is_told_and_not_packed(make_input: Callable[..., Input]) 
     assert (end_of(the_bytes(end)[1]).num_found, end_of(the_bytes(end)[1]).num_images) == (2, 2)
 
 
-def test_events_do_not_wait_for_the_end_of_a_part(
+def test_events_come_behind_the_packs_a_few_at_a_time(
     make_input: Callable[..., Input], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = make_input()
@@ -794,7 +797,9 @@ def test_events_do_not_wait_for_the_end_of_a_part(
     order = given.with_firsts()
     told = given.told_by_tasks(order)
     kinds = [table["kind"][0].as_py() for table in told.blocks[0]]
-    assert kinds[:2] == [Kind.PACK, Kind.EVENTS]
+    num_events = kinds.count(Kind.EVENTS)
+    assert num_events > 4
+    assert kinds == [Kind.PACK] * (len(kinds) - num_events - 1) + [Kind.EVENTS] * num_events + [Kind.END]
     assert by_row(told.events) == by_row(given.told_here()[1])
 
 
@@ -912,6 +917,7 @@ class Parts:
             kept=kept,
             folder=folder,
             working_folder=str(folder),
+            run_id=file_sha256(folder / "manifest.json"),
             max_row_bytes=0,
             num_rows=num_rows,
         )
@@ -1069,10 +1075,12 @@ def test_notes_count_where_their_files_are_as_they_were_written(tmp_path: Path) 
     content[50] ^= 1
     (tmp_path / "part-000002.parquet").write_bytes(content)
     (tmp_path / "part-000003.errors.parquet").unlink()
-    (tmp_path / "part-000004.json").write_text('{"number": 4, "first')
+    (tmp_path / "part-000004.json").write_text('{"run": "a", "part": {"number": 4, "first')
     assert sorted(store.noted()) == [1, 5]
-    (tmp_path / "part-000005.json").write_text(json.dumps({"number": 5, "colour": "red"}))
-    assert sorted(store.noted()) == [1]
+    note = json.loads((tmp_path / "part-000005.json").read_bytes())
+    for other in ({"run": note["run"], "part": {"number": 5, "colour": "red"}}, note | {"run": "another's"}):
+        (tmp_path / "part-000005.json").write_text(json.dumps(other))
+        assert sorted(store.noted()) == [1]
     again = PartStore(tmp_path, store.schema, vectors=VECTORS, rows_per_part=4)
     assert [record.number for record in again.records] == [0]
     again.add(again.noted()[1])
@@ -1096,7 +1104,10 @@ def columns_of(folder: Path, number: int) -> tuple[Mapping[str, Any], Mapping[st
     return vectors, errors
 
 
-def test_packs_that_take_their_tower_along_are_given_up(tmp_path: Path) -> None:
+WHY = "memory, perhaps"
+
+
+def test_work_that_takes_its_process_along_is_given_up(tmp_path: Path) -> None:
     class Died(BaseException):
         """The process is gone."""
 
@@ -1105,26 +1116,28 @@ def test_packs_that_take_their_tower_along_are_given_up(tmp_path: Path) -> None:
 
     clear_attempts(tmp_path)
     for number in range(MAX_ATTEMPTS):
-        with pytest.raises(Died), attempt(tmp_path, 3, 7):
+        with pytest.raises(Died), attempt(tmp_path, "encode-3-7", WHY):
             raise Died
         assert len(noted()) == number + 1
-    with attempt(tmp_path, 3, 8), attempt(tmp_path, 30, 7):
+    with attempt(tmp_path, "encode-3-8", WHY), attempt(tmp_path, "encode-30-7", WHY):
         assert len(noted()) == MAX_ATTEMPTS + 2
     with (
-        pytest.raises(WorkerError, match=f"of part 3 were in hand when {MAX_ATTEMPTS} towers died, .*lower --max"),
-        attempt(tmp_path, 3, 7),
+        pytest.raises(
+            WorkerError, match=f"^encode-3-7 was begun {MAX_ATTEMPTS} times, and is not begun again; memory, perhaps[.]"
+        ),
+        attempt(tmp_path, "encode-3-7", WHY),
     ):
         pytest.fail("it was begun")
     (tmp_path / "part-000000.parquet").touch()
     clear_attempts(tmp_path)
     assert noted() == ["part-000000.parquet"]
     for _ in range(MAX_ATTEMPTS - 1):
-        with pytest.raises(Died), attempt(tmp_path, 3, 7):
+        with pytest.raises(Died), attempt(tmp_path, "encode-3-7", WHY):
             raise Died
-    with attempt(tmp_path, 3, 7):
+    with attempt(tmp_path, "encode-3-7", WHY):
         pass
     assert noted() == ["part-000000.parquet"]  # it has come through
-    with pytest.raises(StorageError, match=r"cannot write .*000001-000002"), attempt(tmp_path / "no", 1, 2):
+    with pytest.raises(StorageError, match=r"cannot write .*encode-1-2"), attempt(tmp_path / "no", "encode-1-2", WHY):
         pytest.fail("it was begun")
 
 
@@ -1134,7 +1147,7 @@ class Noting:
     def __init__(self, num_noted: int) -> None:
         self.num_noted = num_noted
         self.added: list[int] = []
-        self.num_open = 0
+        self.is_busy = False
 
     def add(self, number: int, *_: object) -> None:
         """As the committer's."""
