@@ -100,11 +100,14 @@ $(PEERS)/.ready: pipelines/benchmarks/peers.txt
 	$(PEERS)/bin/python -m pip install --quiet -r $<
 	touch $@
 
-bench: model data $(PEERS)/.ready  ## run the benchmarks, an hour; results go to pipelines/benchmarks/results
+bench: model data $(PEERS)/.ready  ## run the benchmarks, two hours; results go to pipelines/benchmarks/results
 	$(BIN)/python pipelines/benchmarks/peers.py
 	$(BIN)/python pipelines/benchmarks/tower_limit.py
 	$(BIN)/python pipelines/benchmarks/feeding.py
 	$(BIN)/python pipelines/benchmarks/scale.py
+	$(BIN)/python pipelines/benchmarks/ray_engine.py
+	$(BIN)/python pipelines/benchmarks/ray_peers.py
+	$(BIN)/python pipelines/benchmarks/ray_scale.py
 	$(BIN)/python pipelines/benchmarks/packing.py
 	$(BIN)/python pipelines/benchmarks/towers.py
 	$(BIN)/python pipelines/benchmarks/cache.py

@@ -1,4 +1,4 @@
-"""vlmembed's engine for clusters, as a side of ``ray_engine.py``: runs on a Ray of this machine, start-up taken off.
+"""vlmembed's engine for clusters, as a side of ``ray_peers.py``: runs on a Ray of this machine, start-up taken off.
 
 By the rule of ``peer_ray.py``: seconds begin when the tower has its model, and feeding tasks wait until then. They end
 when the last part is committed, so with the vectors on the disk, where the peers have them in memory. Nothing is

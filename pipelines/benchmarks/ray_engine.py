@@ -1,12 +1,9 @@
-"""Question: what does the engine for clusters cost on one machine, and is another way to embed on Ray or Daft faster?
+"""Question: what does the engine for clusters cost on one machine?
 
-- Overhead: the whole process ``vlmembed encode FOLDER out.parquet``, on this machine as it is and with a Ray that it
-  starts here (``--engine ray --ray-address local``), built-in model, all else by default, on distinct pictures; rounds
-  there and back, after one over a few pictures that warms up. Both outputs must be the same bytes. Where the time went
-  is told by the events of the run; a process's seconds also hold its imports and the end of Ray.
-- Peers: the steady state beside Ray Data's documented recipe and Daft, as in ``peers.py`` (same photos, weights, dtype,
-  cores, rounds; start-up taken off). What is counted of our side, ``peer_vlmembed_ray.py`` says. Its parts are smaller
-  than by default, where all these pictures would be one part.
+The whole process ``vlmembed encode FOLDER out.parquet``, on this machine as it is and with a Ray that it starts here
+(``--engine ray --ray-address local``), built-in model, all else by default, on distinct pictures; rounds there and
+back, after one over a few pictures that warms up. Both outputs must be the same bytes. Where the time went is told by
+the events of the run; a process's seconds also hold its imports and the end of Ray.
 """
 
 from __future__ import annotations
@@ -19,24 +16,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import torch
 from crops import write_crops
 from floors import floor, quotients, spread
-from peer_ways import PHOTOS
-from peers import CPU, PEERS_PYTHON, STAMPS_FOLDER, Arena, choose, distinct, evenly, figures_of, measure, runtimes_here
+from peers import STAMPS_FOLDER, distinct
 from photos import fetch_photos
-from ray_peers import NUMBER, PEERS, fastest, peer_floor, ray_contests
+from ray_peers import NUMBER
 from record import write_result
 
-from vlmembed.devices import pick_dtype
 from vlmembed.finished import read_schema
 from vlmembed.schema import read_provenance
-from vlmembed.towers.builtin import model_folder
 
 MOST_OVERHEAD = 1.3
 ENGINES = {"local": ["--engine", "local"], "ray": ["--engine", "ray", "--ray-address", "local"]}
@@ -127,50 +119,11 @@ def overhead(pictures: Path, few: Path, scratch: Path, repeats: int) -> dict[str
     }
 
 
-def beside_peers(photos: list[Path], scratch: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The steady state of all sides in the same rounds."""
-    dtype, threads = pick_dtype("fp32", CPU), torch.get_num_threads()
-    settings = {"model": str(model_folder("dinov2-small")), "dtype": dtype, "threads": threads, "scratch": str(scratch)}
-    with ExitStack() as stack:
-        arena = Arena(stack, settings, arguments.peers_python, {PHOTOS: photos})
-        entered = [
-            contest
-            for contest in ray_contests(dtype, arguments.runtimes, threads, arguments.rows_per_part)
-            if not contest.is_foreign or arguments.peers_python.exists()
-        ]
-        part = max(4, min(32, len(photos) // 2))
-        trials = {contest.title: choose(arena, contest, part) for contest in entered}
-        chosen = {contest.title: (contest, trials[contest.title][0]) for contest in entered}
-        rounds, first = measure(arena, chosen, arguments.peer_repeats)
-        figures = figures_of(arena, chosen, rounds, first)
-    ours = fastest(rounds, [title for title in rounds if title not in PEERS])
-    cosines = {
-        title: round(float((first[ours]["vectors"].astype("f8") * first[title]["vectors"]).sum(1).min()), 7)
-        for title in PEERS
-        if title in first
-    }
-    finished = [answer["num"] / answer["seconds until the file is finished"] for answer in rounds[ours]]
-    return {
-        "photos": len(photos),
-        "dtype": dtype,
-        **figures,
-        f"images/s, {ours}, until the file is finished": spread(finished),
-        "trials, images/s": {title: found for title, (_, found) in trials.items() if found},
-        f"lowest cosine of {ours} to": cosines,
-        "floors": [peer_floor(rounds, dtype)],
-    }
-
-
 def main() -> None:
     """Measure and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-pictures", type=int, default=2000, help="of the whole processes")
-    parser.add_argument("--repeats", type=int, default=3, help="of the whole processes")
-    parser.add_argument("--num-photos", type=int, default=128, help="beside the peers")
-    parser.add_argument("--peer-repeats", type=int, default=3)
-    parser.add_argument("--rows-per-part", type=int, default=32, help="beside the peers")
-    parser.add_argument("--runtimes", nargs="+", default=runtimes_here(), help="of ours, beside the peers")
-    parser.add_argument("--peers-python", type=Path, default=PEERS_PYTHON)
+    parser.add_argument("--num-pictures", type=int, default=2000)
+    parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     os.environ.pop("RAY_ADDRESS", None)  # no other cluster
     with tempfile.TemporaryDirectory() as name:
@@ -179,18 +132,11 @@ def main() -> None:
         if not stamps:
             msg = f"there are no stamps in {STAMPS_FOLDER}: run `make data` first"
             raise SystemExit(msg)
-        peers = beside_peers(evenly(photos, arguments.num_photos), scratch, arguments)
-        print(json.dumps(peers, indent=1), flush=True)
         num_bytes = write_crops([*photos, *stamps], scratch / "pictures", arguments.num_pictures)
         write_crops([*photos, *stamps], scratch / "few", NUM_WARM_UP)
-        whole = overhead(scratch / "pictures", scratch / "few", scratch, arguments.repeats)
-    floors = whole.pop("floors") + peers.pop("floors")
-    figures = {
-        "overhead": whole | {"mean picture, kB": round(num_bytes / arguments.num_pictures / 1e3, 1)},
-        "beside the peers": peers | {"repeats": arguments.peer_repeats},
-        "floors": floors,
-    }
-    claim = "the engine for clusters, on one machine: overhead of whole processes, steady state beside its peers"
+        figures = overhead(scratch / "pictures", scratch / "few", scratch, arguments.repeats)
+    figures |= {"mean picture, kB": round(num_bytes / arguments.num_pictures / 1e3, 1)}
+    claim = "the engine for clusters, on one machine: what it adds to whole processes"
     print(json.dumps(figures, indent=1))
     print(write_result("ray_engine", claim, arguments.repeats, figures))
 

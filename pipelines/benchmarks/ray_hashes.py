@@ -9,16 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ray
-import ray.data
 from cluster_memory import ClusterMemory
 from row_contents import REPEATED_EVERY, contents
 
 from vlmembed.engines.cluster import quiet_data
 from vlmembed.engines.feeding import HASHES_AT_ONCE
 from vlmembed.engines.firsts import hashed_table
-from vlmembed.engines.ray import BLOCK_BYTES, write_repeated
-from vlmembed.engines.tasks import packed, unpacked
+from vlmembed.engines.ray import BLOCK_BYTES, dataset_of, write_repeated
+from vlmembed.engines.tasks import unpacked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,7 +48,7 @@ def aggregate(num_rows: int, bucket_rows: int) -> dict[str, Any]:
         folder = Path(name)
         (folder / "manifest.json").touch()  # what tasks know the folder of a run by
         began = time.perf_counter()
-        rows = ray.data.from_arrow_refs([ray.put(block) for block in packed(stretches)])
+        rows = dataset_of(stretches)
         hashed = rows.map_batches(
             partial(hash_rows, buckets), batch_size=None, batch_format="pyarrow", num_cpus=1
         ).materialize()

@@ -23,8 +23,8 @@ from vlmembed.engines.collecting import Gatherer, write_part
 from vlmembed.engines.committing import Committer
 from vlmembed.engines.driving import Driver
 from vlmembed.engines.orders import RunOrder
-from vlmembed.engines.ray import BLOCK_BYTES, MAX_TRIES, WRITES_PER_NODE
-from vlmembed.engines.tasks import packed, unpacked
+from vlmembed.engines.ray import BLOCK_BYTES, MAX_TRIES, WRITES_PER_NODE, dataset_of
+from vlmembed.engines.tasks import unpacked
 from vlmembed.parts import PartStore
 from vlmembed.progress import ProgressBar
 from vlmembed.schema import VectorColumn, output_schema
@@ -60,6 +60,7 @@ def order_of(folder: Path, num_rows: int) -> RunOrder:
         kept=pa.schema([]),
         folder=folder,
         working_folder=str(folder),
+        run_id=hashlib.sha256(b"").hexdigest(),  # of a manifest with nothing in it
         max_row_bytes=4 * WIDTH,
         num_rows=num_rows,
     )
@@ -123,7 +124,7 @@ class NoTower:
 def results(num_parts: int) -> Iterator[pa.Table]:
     """Block by block, as a run's come, from one actor."""
     numbers = [(part, number) for part in range(num_parts) for number in range(BLOCKS_PER_PART)]
-    data = ray.data.from_arrow_refs([ray.put(block) for block in packed(numbers)]).map_batches(
+    data = dataset_of(numbers).map_batches(
         NoTower, compute=ray.data.ActorPoolStrategy(size=1), batch_size=None, batch_format="pyarrow", num_cpus=1
     )
     return iter(data.iter_batches(batch_size=None, batch_format="pyarrow"))

@@ -171,7 +171,7 @@ class RayEngine:
         if source.num_rows is not None:
             return
         pieces = list(enumerate(source.uncounted()))
-        counted = _dataset(pieces).map_batches(
+        counted = dataset_of(pieces).map_batches(
             partial(count_task, plan.config, str(Path.cwd())), **_per_block(num_cpus=1)
         )
         found = dict(pair for block in _blocks(counted) for pair in unpacked(block))
@@ -183,7 +183,7 @@ class RayEngine:
             return found
         buckets = -(-order.num_rows // BUCKET_ROWS)
         pieces = source.pieces(range(order.num_rows), order.rows_per_part)
-        hashed = _dataset(pieces).map_batches(
+        hashed = dataset_of(pieces).map_batches(
             partial(hash_task, order, buckets), **_per_block(num_cpus=order.config.workers)
         )
         found = write_repeated(hashed, order.folder, num_rows=order.num_rows, buckets=buckets)
@@ -202,7 +202,7 @@ class RayEngine:
         )
         if (first := next(pieces, None)) is None:
             return iter(())
-        parts = _dataset(chain([first], pieces))
+        parts = dataset_of(chain([first], pieces))
         task = partial(feed_task, order, known)
         fed = parts.map_batches(task, **_per_block(num_cpus=order.config.workers, memory=FEED_BYTES))
         pool = self._pool
@@ -216,7 +216,7 @@ class RayEngine:
         return _blocks(encoded)
 
 
-def _dataset(items: Iterable[Any]) -> ray.data.Dataset:
+def dataset_of(items: Iterable[Any]) -> ray.data.Dataset:
     """A block for each, of which there must be one."""
     rows = packed(items)
     return ray.data.from_items(rows, override_num_blocks=len(rows))
