@@ -100,7 +100,7 @@ def render(lines: Sequence[Line], files: Mapping[str, Any]) -> str:
     """The table in Markdown, with what it is from below."""
     rows = [HEAD, tuple("---" for _ in HEAD), *(line.cells for line in lines)]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    return f"{table}\n\n" + "\n".join([f"Floors: {verdicts(lines)}.", *origins(files)])
+    return f"{table}\n\n" + " ".join([f"Floors: {verdicts(lines)}.", *origins(files)])
 
 
 def put_between(text: str, table: str) -> str:
