@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,12 @@ LONG = {
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first: of the processes that share the tests none shall be left with one of them at the end."""
     items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONG)
+
+
+@pytest.fixture(autouse=True)
+def root_logger() -> None:
+    """The command line sets its level, when it is called in this process; other tests look at warnings."""
+    logging.getLogger().setLevel(logging.WARNING)
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:

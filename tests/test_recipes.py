@@ -405,7 +405,10 @@ def test_make_tells_what_is_missing() -> None:
     )
     taken = make("reproduce", "RECIPE=pipelines/demo.toml", "AGAINST=./out/reproduce/demo")
     assert "./out/reproduce/demo is where it would be made again: move it" in taken.stderr
-    assert "there is no recipe nope.toml; there are: pipelines/demo.toml" in make("run", "RECIPE=nope.toml").stderr
+    assert (
+        "there is no recipe nope.toml; there are: pipelines/cluster.toml pipelines/demo.toml"
+        in make("run", "RECIPE=nope.toml").stderr
+    )
 
 
 def test_make_reproduces_the_demo_recipe_and_finds_nothing_changed(
