@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*:DeprecationWarning:ray.*"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore:lance is not fork-safe"),  # Ray forks, and other tests may have imported it
 ]
 
 NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 200 * 2**20}
