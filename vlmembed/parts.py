@@ -78,14 +78,15 @@ class PartStore(PartFiles):
     def noted(self) -> dict[int, PartRecord]:
         """The parts behind the committed ones that are written whole, by number."""
         found: dict[int, PartRecord] = {}
-        for path in self.folder.glob("part-*.json"):
+        notes = list(self.folder.glob("part-*.json"))
+        mine = self.run_id() if notes else ""
+        for path in notes:
             try:
                 note = json.loads(path.read_bytes())
                 run_id, record = note["run"], PartRecord(**note["part"])
             except (OSError, ValueError, TypeError, KeyError):  # it is made again
                 continue
-            is_next = record.number >= len(self.records) and run_id == self.run_id()
-            if is_next and self.is_as_written(record):
+            if run_id == mine and record.number >= len(self.records) and self.is_as_written(record):
                 found[record.number] = record
         return found
 
